@@ -1,0 +1,38 @@
+"""Which rank this process is: read from the environment, no communication.
+
+Order: the variables of DeepSpeed's launcher and torchrun, then SLURM's, then one process alone.
+All three numbers come from one source, so a stray variable cannot mix two launchers.
+"""
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place: `rank` of `world`, and `local_rank` on its machine."""
+
+    rank: int
+    world: int
+    local_rank: int
+
+
+def ranks() -> Ranks:
+    """The ranks that the launcher made, or a single process."""
+    env = os.environ
+    for rank, world, local in (
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ):
+        if rank in env and world in env:
+            return Ranks(int(env[rank]), int(env[world]), int(env.get(local, 0)))
+    return Ranks(0, 1, 0)
+
+
+def worker() -> tuple[int, int]:
+    """(index, count) of this worker among all ranks of all tasks of a SLURM array."""
+    here = ranks()
+    first = int(os.environ.get("SLURM_ARRAY_TASK_MIN", 0))
+    task = int(os.environ.get("SLURM_ARRAY_TASK_ID", first)) - first
+    tasks = int(os.environ.get("SLURM_ARRAY_TASK_COUNT", 1))
+    return task * here.world + here.rank, tasks * here.world

@@ -1,0 +1,1 @@
+"""The student stage: stream a cache, train a block stack that grows, evaluate and report."""

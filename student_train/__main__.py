@@ -1,0 +1,5 @@
+"""python -m student_train"""
+
+from student_train.cli import main
+
+main()

@@ -1,0 +1,65 @@
+"""The command `student-train`: train one arm, report on several, export one."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shared.config import resolve, setting_options
+from student_train.config import RunConfig
+
+HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@click.group(context_settings=HELP)
+def main() -> None:
+    """Train students from a teacher cache and answer what their norm placement and growth did."""
+
+
+@main.command("run")
+@setting_options(RunConfig, "student", default_preset="paper")
+@click.option(
+    "--cache",
+    type=click.Path(path_type=Path),
+    default=Path("cache"),
+    show_default=True,
+    help="Cache folder that teacher-dump wrote.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Run folder; default runs/NORM-CURRICULUM-seed-N.",
+)
+@click.option("--local_rank", "--local-rank", hidden=True, type=int, default=None)
+def run_command(
+    preset: str, cache: Path, out: Path | None, local_rank: int | None, **given: Any
+) -> None:
+    """Train one arm. The same command again goes on where the last checkpoint stands.
+
+    Example: deepspeed --num_gpus 8 launch/student.py --norm post --curriculum grow
+    """
+    run = resolve(RunConfig, "student", preset, given)
+    out = out or Path("runs") / f"{run.norm}-{run.curriculum}-seed-{run.seed}"
+    from student_train.loop import train
+
+    train(run, cache, out)
+
+
+@main.command("export")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="New folder to write.")
+@click.option("--phase", type=int, default=None, help="Phase to export; default the last.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Type of the weights.",
+)
+def export_command(run: Path, out: Path, phase: int | None, dtype: str) -> None:
+    """Write a phase of RUN as a model folder; a pre-norm one is a transformers Qwen3 model."""
+    from student_train.export import export_run
+
+    source = export_run(run, phase, out, dtype)
+    click.echo(f"wrote {out} from {source}")
