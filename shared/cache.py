@@ -107,15 +107,24 @@ def read_footer(path: Path) -> dict[str, Any]:
     return footer
 
 
+def read_lengths(path: Path) -> np.ndarray:
+    """Tokens per row, int32 [rows], checksums verified. Raises DamagedError."""
+    try:
+        table = pq.read_table(path, columns=["length"], page_checksum_verification=True)
+    except (OSError, pa.ArrowException) as error:
+        raise DamagedError(f"{path} is damaged ({error}): delete it and dump again") from None
+    return table["length"].to_numpy()
+
+
 def check_shard(path: Path) -> None:
     """Read a whole shard, verifying every page checksum. Raises DamagedError."""
     footer = read_footer(path)
+    kind, k = footer["fingerprint"]["kind"], footer["fingerprint"]["k"]
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            numbers = np.concatenate(
-                [file.read_row_group(g)["row"].to_numpy() for g in range(file.num_row_groups)]
-            )
-    except (OSError, pa.ArrowException) as error:
+            groups = (file.read_row_group(group) for group in range(file.num_row_groups))
+            numbers = [row.number for group in groups for row in from_table(group, kind, k)]
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise DamagedError(
             f"{path} is damaged ({error}): delete it and run the same teacher-dump again"
         ) from None
@@ -205,7 +214,7 @@ class CacheReader:
                 )
             self._paths.append(path)
             self._first_rows.append(footer["first_row"])
-            lengths.append(pq.read_table(path, columns=["length"])["length"].to_numpy())
+            lengths.append(read_lengths(path))
         if not lengths:
             raise DamagedError(f"{folder} holds no {split} rows")
         self.lengths = np.concatenate(lengths)
@@ -234,6 +243,6 @@ class CacheReader:
             if shard not in self._files:
                 self._files[shard] = pq.ParquetFile(path, page_checksum_verification=True)
             table = self._files[shard].read_row_group(group)
-        except (OSError, pa.ArrowException) as error:
+            return from_table(table, self._kind, self.fingerprint["k"])
+        except (OSError, ValueError, pa.ArrowException) as error:
             raise DamagedError(f"{path} is damaged ({error}): delete it and dump again") from None
-        return from_table(table, self._kind, self.fingerprint["k"])

@@ -8,30 +8,37 @@ Exit code 0 is success and 1 an unexpected failure (a traceback). They subclass 
 so a command line prints the message alone and library callers can still catch them.
 """
 
-import os
 from typing import IO, Any
 
 import click
 
-
-class _RankedError(click.ClickException):
-    """Shows its message once: every rank finds the same fault, only rank 0 needs to say it."""
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-            super().show(file)
+from shared.distributed import ranks
 
 
-class UsageError(_RankedError):
-    """A bad option, configuration or input; nothing was written."""
+class UsageError(click.ClickException):
+    """A bad option, configuration or input; nothing was written.
+
+    Every rank finds it, so the first of each machine says it for all.
+    """
 
     exit_code = 2
 
+    def show(self, file: IO[Any] | None = None) -> None:
+        if ranks().local_rank == 0:
+            super().show(file)
 
-class DamagedError(_RankedError):
-    """A cache, run or checkpoint on disk is damaged, incomplete, or belongs to something else."""
+
+class DamagedError(click.ClickException):
+    """A cache, run or checkpoint on disk is damaged, incomplete, or belongs to something else.
+
+    One rank alone may meet it, so each says it, and which rank it is.
+    """
 
     exit_code = 3
+
+    def format_message(self) -> str:
+        here = ranks()
+        return f"rank {here.rank}: {self.message}" if here.world > 1 else self.message
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> str:

@@ -71,8 +71,13 @@ def to_table(rows: list[Row], kind: str) -> pa.Table:
 
 
 def from_table(table: pa.Table, kind: str, k: int) -> list[Row]:
-    """Unpack a table with `schema(kind)`; the inverse of `to_table` up to float16."""
+    """Unpack a table with `schema(kind)`; the inverse of `to_table` up to float16.
+
+    Raises ValueError if a row's lists are not as long as its length says: Parquet's checksums
+    cover pages, not the page headers, where a flipped bit can drop the last values.
+    """
     columns = {name: table[name].combine_chunks() for name in schema(kind).names}
+    _check_lengths(columns, k)
     numbers = columns["row"].to_numpy()
     tokens = _arrays(columns["tokens"])
     if kind == "tokens":
@@ -86,6 +91,18 @@ def from_table(table: pa.Table, kind: str, k: int) -> list[Row]:
         for ids, logprobs, tail, lse in parts
     ]
     return [Row(int(n), t, r) for n, t, r in zip(numbers, tokens, records, strict=True)]
+
+
+def _check_lengths(columns: dict[str, pa.Array], k: int) -> None:
+    tokens = columns["length"].to_numpy()
+    positions = np.maximum(tokens - 1, 0)
+    for name, column in columns.items():
+        if name in ("row", "length"):
+            continue
+        found = np.diff(column.offsets.to_numpy())
+        expected = {"tokens": tokens, "ids": positions * k, "logprobs": positions * k}
+        if not np.array_equal(found, expected.get(name, positions)):
+            raise ValueError(f"column {name} has lists of another length than its rows")
 
 
 def _lists(arrays: list[np.ndarray], type_: pa.DataType) -> pa.Array:

@@ -123,7 +123,7 @@ class Engine:
         for batch in micro:
             batch = batch.to(self.device)
             loss, kd, ce = self._engine(
-                batch.tokens, batch.positions, batch.targets, weights, scale
+                batch.tokens, batch.layout, batch.positions, batch.targets, weights, scale
             )
             self._engine.backward(loss)
             self._engine.step()

@@ -51,7 +51,9 @@ def evaluate(
         numbers = range(start, min(start + batch_rows, len(cache))) or range(1)
         rows = [cache.row(number) for number in numbers]
         batch = collate(rows).to(device)
-        _, kd, ce = student(batch.tokens, batch.positions, batch.targets, weights, 1.0)
+        _, kd, ce = student(
+            batch.tokens, batch.layout, batch.positions, batch.targets, weights, 1.0
+        )
         if start >= len(cache):
             continue
         document = np.repeat(numbers, [len(row.tokens) - 1 for row in rows])

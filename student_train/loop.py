@@ -54,8 +54,7 @@ def train(run: RunConfig, cache: Path, out: Path) -> None:
     if position.tag and not position.done and position.world != world:
         raise DamagedError(
             f"{out} stopped inside phase {position.phase} on {position.world} ranks, found "
-            f"{world}: 
-            f"start it with {position.world} (at a phase boundary any number will do)"
+            f"{world}: start it with {position.world} (at a phase boundary any number will do)"
         )
     init_distributed()
     if dist.get_rank() == 0:
@@ -68,7 +67,11 @@ def train(run: RunConfig, cache: Path, out: Path) -> None:
 
 
 def _train_phase(
-    run: RunConfig, phase: Phase, folder: RunFolder, readers: dict[str, CacheReader], cache: Path,
+    run: RunConfig,
+    phase: Phase,
+    folder: RunFolder,
+    readers: dict[str, CacheReader],
+    cache: Path,
     position: Position,
 ) -> Position:
     """One phase: build, inherit, train, validate, checkpoint, export; returns its close."""
@@ -128,9 +131,7 @@ def _train_phase(
     weights = engine.full_weights()
     if rank == 0:
         write_export(folder.export(phase.index), engine.config, weights, cache / "teacher")
-    closing = Position(
-        phase.index, phase.steps, True, phase_tag(phase.index), world, tokens
-    )
+    closing = Position(phase.index, phase.steps, True, phase_tag(phase.index), world, tokens)
     _commit(folder, rank, closing)
     engine.close()
     return closing

@@ -7,9 +7,13 @@ Module names are those of transformers' Qwen3ForCausalLM, so a pre-norm student 
 Only active blocks exist: a grown student in phase p *is* the (p + 1)-block model. Weights are drawn
 per tensor from a generator seeded by the run's seed and the tensor's name, so every placement,
 curriculum and depth starts from the same tensors.
+
+Documents of unequal length share a batch, so nearly half of a padded batch can be padding. The
+stream therefore holds real tokens only, [M, d_model]; rows are padded for attention alone.
 """
 
 import hashlib
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +22,24 @@ from torch import Tensor, nn
 from student_train.config import ModelConfig
 from student_train.loss import DistillHead, LossWeights, Targets
 from student_train.placement import PLACEMENTS
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the M real tokens of a batch stand in its padded form [rows, time]."""
+
+    rows: int
+    time: int
+    index: Tensor  # int64 [M], into the flattened [rows * time]
+
+    def pad(self, x: Tensor) -> Tensor:
+        """[M, ...] -> [rows, time, ...], zeros on the right."""
+        padded = x.new_zeros(self.rows * self.time, *x.shape[1:])
+        return padded.index_copy(0, self.index, x).unflatten(0, (self.rows, self.time))
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """[rows, time, ...] -> [M, ...]."""
+        return x.flatten(0, 1)[self.index]
 
 
 class RMSNorm(nn.Module):
@@ -48,17 +70,16 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(width, config.rms_norm_eps)
         self.k_norm = RMSNorm(width, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """[batch, time, d_model] -> the same. Rows are padded on the right, so causal is enough."""
-        batch, time, _ = x.shape
-        q = self.q_norm(self.q_proj(x).view(batch, time, self.heads, self.head_dim))
-        k = self.k_norm(self.k_proj(x).view(batch, time, self.kv_heads, self.head_dim))
-        v = self.v_proj(x).view(batch, time, self.kv_heads, self.head_dim)
-        q, k, v = (y.transpose(1, 2) for y in (rotate(q, rotary), rotate(k, rotary), v))
+    def forward(self, x: Tensor, layout: Layout, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """[M, d_model] -> the same. Rows are padded on the right, so causal is enough."""
+        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), rotary)
+        k = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))), rotary)
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = (layout.pad(y).transpose(1, 2) for y in (q, k, v))
         mixed = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
         )
-        return self.o_proj(mixed.transpose(1, 2).reshape(batch, time, -1))
+        return self.o_proj(layout.unpad(mixed.transpose(1, 2)).flatten(-2))
 
 
 class FeedForward(nn.Module):
@@ -85,8 +106,8 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.d_model, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.d_model, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        x = self.sublayer(x, lambda y: self.self_attn(y, rotary), self.input_layernorm)
+    def forward(self, x: Tensor, layout: Layout, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        x = self.sublayer(x, lambda y: self.self_attn(y, layout, rotary), self.input_layernorm)
         return self.sublayer(x, self.mlp, self.post_attention_layernorm)
 
 
@@ -102,14 +123,14 @@ class Stack(nn.Module):
         self.entry_norm = extra if PLACEMENTS[config.norm].extra_norm == "entry" else None
         self.norm = extra if PLACEMENTS[config.norm].extra_norm == "final" else None
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens int64 [batch, time] -> hidden states [batch, time, d_model] for the head."""
+    def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
+        """tokens int64 [M] -> hidden states [M, d_model] for the head."""
         x = self.embed_tokens(tokens)
         if self.entry_norm is not None:
             x = self.entry_norm(x)
-        rotary = rotary_table(tokens.shape[1], self.config, x)
+        rotary = rotary_table(layout.index % layout.time, self.config, x.dtype)
         for layer in self.layers:
-            x = layer(x, rotary)
+            x = layer(x, layout, rotary)
         return x if self.norm is None else self.norm(x)
 
 
@@ -125,6 +146,7 @@ class Student(nn.Module):
     def forward(
         self,
         tokens: Tensor,
+        layout: Layout,
         positions: Tensor,
         targets: Targets,
         weights: LossWeights,
@@ -132,24 +154,26 @@ class Student(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss of the N positions that have a target, as `DistillHead.forward`.
 
-        tokens: int64 [batch, time], padded on the right. positions: int64 [N], indices into the
-        flattened [batch * time], so that padding never reaches the head.
+        tokens: int64 [M], the real tokens of all rows. positions: int64 [N], which of them have a
+        target (all but the last of each row).
         """
-        hidden = self.model(tokens).flatten(0, 1)[positions]
+        hidden = self.model(tokens, layout)[positions]
         return self.lm_head(hidden, targets, weights, scale)
 
 
-def rotary_table(time: int, config: ModelConfig, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos, sin [time, 1, head_dim] in the type of `like`. Source: arXiv 2104.09864."""
-    steps = torch.arange(0, config.head_dim, 2, device=like.device, dtype=torch.float32)
+def rotary_table(
+    position: Tensor, config: ModelConfig, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos, sin [M, 1, head_dim] for positions [M] within their rows. Source: arXiv 2104.09864."""
+    steps = torch.arange(0, config.head_dim, 2, device=position.device, dtype=torch.float32)
     frequencies = config.rope_theta ** (-steps / config.head_dim)
-    angles = torch.outer(torch.arange(time, device=like.device, dtype=torch.float32), frequencies)
+    angles = torch.outer(position.float(), frequencies)
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate pairs (j, j + head_dim/2) of x [batch, time, heads, head_dim] by position."""
+    """Rotate pairs (j, j + head_dim/2) of x [M, heads, head_dim] by position."""
     cos, sin = rotary
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

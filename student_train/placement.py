@@ -1,6 +1,6 @@
 """Where the norm sits: one table of sublayer equations.
 
-x is the residual stream [batch, time, d_model], F a sublayer (attention or feed-forward), N an
+x is the residual stream [tokens, d_model], F a sublayer (attention or feed-forward), N an
 RMSNorm with gain. A placement also says where the one extra norm of the stack goes: `final`, on
 top of the last active block, or `entry`, between the embedding and block 0. Both have two norms a
 layer and one extra, so all placements here have equal parameter counts.

@@ -17,23 +17,26 @@ from torch import Tensor
 from shared.cache import GROUP_ROWS, CacheReader
 from shared.records import Row
 from student_train.loss import Targets
+from student_train.model import Layout
 
 WINDOW_BLOCKS = 16
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's rows as tensors; N counts the positions that have a target."""
+    """One rank's rows as tensors: M real tokens, N of which have a target."""
 
-    tokens: Tensor  # int64 [rows, time], zero-padded on the right
-    positions: Tensor  # int64 [N], into the flattened [rows * time]
+    tokens: Tensor  # int64 [M], row after row
+    layout: Layout
+    positions: Tensor  # int64 [N], which of the M have a target
     targets: Targets
 
     def to(self, device: torch.device) -> "Batch":
         t = self.targets
         fields = (t.labels, t.ids, t.logprobs, t.tail_logprob)
         moved = (None if f is None else f.to(device, non_blocking=True) for f in fields)
-        return Batch(self.tokens.to(device), self.positions.to(device), Targets(*moved))
+        layout = Layout(self.layout.rows, self.layout.time, self.layout.index.to(device))
+        return Batch(self.tokens.to(device), layout, self.positions.to(device), Targets(*moved))
 
 
 def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
@@ -68,13 +71,15 @@ class EpochOrders:
 
 
 def collate(rows: list[Row]) -> Batch:
-    """Pad rows to the longest; position t of a row has target t + 1 and record t."""
-    time = max(len(row.tokens) for row in rows)
-    tokens = np.zeros((len(rows), time), np.int64)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row.tokens)] = row.tokens
-    positions = [i * time + np.arange(len(row.tokens) - 1) for i, row in enumerate(rows)]
-    labels = np.concatenate([row.tokens[1:] for row in rows]).astype(np.int64)
+    """Rows end to end; each token but a row's last has the next as its target, and a record."""
+    lengths = np.array([len(row.tokens) for row in rows])
+    tokens = np.concatenate([row.tokens for row in rows]).astype(np.int64)
+    within = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    row_of = np.repeat(np.arange(len(rows)), lengths)
+    time = int(lengths.max())
+    layout = Layout(len(rows), time, torch.from_numpy(row_of * time + within))
+    positions = np.flatnonzero(within < lengths[row_of] - 1)
+    labels = tokens[positions + 1]
     records = [row.record for row in rows]
     if records[0] is None:
         targets = Targets(torch.from_numpy(labels))
@@ -85,7 +90,7 @@ def collate(rows: list[Row]) -> Batch:
             torch.from_numpy(np.concatenate([r.logprobs for r in records])),
             torch.from_numpy(np.concatenate([r.tail_logprob for r in records])),
         )
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(np.concatenate(positions)), targets)
+    return Batch(torch.from_numpy(tokens), layout, torch.from_numpy(positions), targets)
 
 
 def training_batches(

@@ -1,0 +1,35 @@
+# Two commands matter: `make demo` and `make test`. The rest is for developers.
+PYTHON ?= python3
+BIN := .venv/bin
+RANKS ?= 2
+DEMO ?= demo
+# One thread a rank: ranks that share cores lose more to spinning threads than they gain.
+STUDENT = OMP_NUM_THREADS=1 $(BIN)/deepspeed --num_gpus $(RANKS) launch/student.py --preset tiny
+
+.PHONY: setup demo test lint teacher clean
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/teacher-dump --preset tiny --out $(DEMO)/cache
+	for norm in pre post; do for curriculum in joint grow; do \
+	  $(STUDENT) --norm $$norm --curriculum $$curriculum \
+	    --cache $(DEMO)/cache --out $(DEMO)/runs/$$norm-$$curriculum || exit $$?; \
+	done; done
+	$(BIN)/student-train report $(DEMO)/runs/* --out $(DEMO)/report
+
+test: setup
+	$(BIN)/pytest -q
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(DEMO) build
