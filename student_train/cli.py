@@ -63,3 +63,33 @@ def export_command(run: Path, out: Path, phase: int | None, dtype: str) -> None:
 
     source = export_run(run, phase, out, dtype)
     click.echo(f"wrote {out} from {source}")
+
+
+@main.command("baseline")
+@click.argument("cache", type=click.Path(path_type=Path))
+@click.option(
+    "--export",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="A model folder of student-train to compare.",
+)
+def baseline_command(cache: Path, export: Path | None) -> None:
+    """Held-out nats per token of a bigram model of CACHE's train tokens, and of an export.
+
+    Example: student-train baseline build/tokens --export launch/tiny_teacher
+    """
+    from shared.cache import CacheReader
+    from student_train.bigram import bigram_nats
+
+    train, held_out = CacheReader(cache, "train"), CacheReader(cache, "validation")
+    tokens = [[split.row(n).tokens for n in range(len(split))] for split in (train, held_out)]
+    bigram = bigram_nats(*tokens, train.vocab_size)
+    click.echo(f"bigram (modified Kneser-Ney)  {bigram:.4f} nats/token, held out")
+    if export is not None:
+        from student_train.engine import init_distributed
+        from student_train.evaluate import evaluate
+        from student_train.export import load_student
+
+        student, device = load_student(export), init_distributed()
+        losses = evaluate(student.to(device), held_out, 16, 1.0, device)
+        click.echo(f"{export}  {losses.ce:.4f} nats/token, {losses.ce - bigram:+.4f} to the bigram")
