@@ -46,6 +46,26 @@ def run_command(
     train(run, cache, out)
 
 
+@main.command("report")
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("report"),
+    show_default=True,
+    help="Folder for report.html and results.json.",
+)
+def report_command(runs: tuple[Path, ...], out: Path) -> None:
+    """Print the placement x curriculum table of RUNS with intervals, and write report.html.
+
+    Example: student-train report runs/* --out report
+    """
+    from student_train.report import build_report, table_text
+
+    click.echo(table_text(build_report(runs, out)))
+    click.echo(f"wrote {out / 'report.html'} and {out / 'results.json'}")
+
+
 @main.command("export")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="New folder to write.")

@@ -56,9 +56,16 @@ def _make_teacher(tokenizer_dir: Path, folder: Path, seed: int) -> Path:
 
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
-        tie_word_embeddings=False, initializer_range=0.2,
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     for path in tokenizer_dir.iterdir():
@@ -78,10 +85,23 @@ def dump_config(corpus, teacher_dir):
     from teacher_dump.config import DumpConfig
 
     return DumpConfig(
-        teacher=str(teacher_dir), revision=None, tokenizer=None, data=str(corpus),
-        data_config=None, text_field="text", shards=2, validation_shards=1,
-        validation_fraction=0.1, max_rows=None, max_validation_rows=None, max_length=48,
-        kind="topk", k=8, dtype="float32", batch_tokens=1024, head_positions=100,
+        teacher=str(teacher_dir),
+        revision=None,
+        tokenizer=None,
+        data=str(corpus),
+        data_config=None,
+        text_field="text",
+        shards=2,
+        validation_shards=1,
+        validation_fraction=0.1,
+        max_rows=None,
+        max_validation_rows=None,
+        max_length=48,
+        kind="topk",
+        k=8,
+        dtype="float32",
+        batch_tokens=1024,
+        head_positions=100,
     )
 
 

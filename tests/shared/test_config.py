@@ -73,7 +73,12 @@ def test_options_follow_the_fields(preset):
     done = CliRunner().invoke(command, ["--rows", "4", "--no-fast", "--kind", "b"])
     assert done.exit_code == 0, done.output
     assert seen == {
-        "preset": "paper", "rows": 4, "rate": None, "kind": "b", "limit": None, "fast": False,
+        "preset": "paper",
+        "rows": 4,
+        "rate": None,
+        "kind": "b",
+        "limit": None,
+        "fast": False,
     }
     assert CliRunner().invoke(command, ["--kind", "c"]).exit_code == 2
 

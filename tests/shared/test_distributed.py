@@ -6,8 +6,15 @@ from shared.distributed import Ranks, ranks, worker
 from shared.progress import progress, say
 
 NAMES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",
-    "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+    "SLURM_ARRAY_TASK_MIN",
+    "SLURM_ARRAY_TASK_ID",
+    "SLURM_ARRAY_TASK_COUNT",
 )
 
 
@@ -41,8 +48,13 @@ def test_workers_of_an_array_are_numbered_through(env):
     seen = set()
     for task in (10, 11, 12):
         for rank in (0, 1):
-            env(RANK=rank, WORLD_SIZE=2, SLURM_ARRAY_TASK_MIN=10, SLURM_ARRAY_TASK_ID=task,
-                SLURM_ARRAY_TASK_COUNT=3)
+            env(
+                RANK=rank,
+                WORLD_SIZE=2,
+                SLURM_ARRAY_TASK_MIN=10,
+                SLURM_ARRAY_TASK_ID=task,
+                SLURM_ARRAY_TASK_COUNT=3,
+            )
             index, count = worker()
             assert count == 6
             seen.add(index)

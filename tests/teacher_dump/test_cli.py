@@ -23,9 +23,26 @@ def run(*args):
 def small(teacher_dir, corpus, tmp_path):
     """Options of a dump that would work, to break one by one."""
     return [
-        "--preset", "tiny", "--teacher", teacher_dir, "--data", corpus, "--shards", 2,
-        "--validation-fraction", 0.1, "--max-rows", 20, "--max-validation-rows", 4,
-        "--k", 8, "--max-length", 32, "--out", tmp_path / "cache",
+        "--preset",
+        "tiny",
+        "--teacher",
+        teacher_dir,
+        "--data",
+        corpus,
+        "--shards",
+        2,
+        "--validation-fraction",
+        0.1,
+        "--max-rows",
+        20,
+        "--max-validation-rows",
+        4,
+        "--k",
+        8,
+        "--max-length",
+        32,
+        "--out",
+        tmp_path / "cache",
     ]
 
 
@@ -157,17 +174,34 @@ def test_a_foreign_cache_exits_3(small, tmp_path):
 def test_without_network_a_hub_name_is_refused_soon(teacher_dir, tmp_path):
     # A proxy that refuses connections is what no network looks like, on any machine.
     environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path),
-        "https_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9",
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HF_HOME": str(tmp_path),
+        "https_proxy": "http://127.0.0.1:9",
+        "HTTPS_PROXY": "http://127.0.0.1:9",
     }
     for teacher, data, advice in (
         ("nobody/nothing", "stdlib", "give --teacher DIR"),
         (str(teacher_dir), "nobody/nothing", "give --data FILES, or try --preset tiny"),
     ):
         done = subprocess.run(
-            [sys.executable, "-m", "teacher_dump", "--teacher", teacher, "--data", data,
-             "--k", "8", "--out", str(tmp_path / "cache")],
-            env=environment, capture_output=True, text=True, timeout=60,
+            [
+                sys.executable,
+                "-m",
+                "teacher_dump",
+                "--teacher",
+                teacher,
+                "--data",
+                data,
+                "--k",
+                "8",
+                "--out",
+                str(tmp_path / "cache"),
+            ],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert done.returncode == 2, done.stderr
         assert "could not load nobody/nothing from the hub (offline?)" in done.stderr
@@ -213,8 +247,15 @@ def test_tokenizer_never_sees_held_out_documents(tmp_path):
                 next(t for t in (f"document {i}" for i in range(40, 99)) if _held_out(t))
             )
         done = run(
-            "tokenizer", "--data", tmp_path / "d", "--vocab-size", 280,
-            "--validation-fraction", 0.5, "--out", tmp_path / out,
+            "tokenizer",
+            "--data",
+            tmp_path / "d",
+            "--vocab-size",
+            280,
+            "--validation-fraction",
+            0.5,
+            "--out",
+            tmp_path / out,
         )
         assert done.exit_code == 0, done.output
         files[out] = (tmp_path / out / "tokenizer.json").read_bytes()

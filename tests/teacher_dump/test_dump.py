@@ -65,9 +65,7 @@ def test_cache_holds_the_plans_rows_and_the_teachers_records(dump_config, cache_
             assert row.number == number
             np.testing.assert_array_equal(row.tokens, rows[number])
             (record,) = records(teacher, [rows[number]], config.k, 1000)
-            np.testing.assert_allclose(
-                row.record.logprobs, record.logprobs, rtol=2e-3, atol=1e-4
-            )
+            np.testing.assert_allclose(row.record.logprobs, record.logprobs, rtol=2e-3, atol=1e-4)
             np.testing.assert_allclose(row.record.logsumexp, record.logsumexp, atol=1e-4)
     assert max(reader.lengths) <= config.max_length
 
@@ -75,8 +73,11 @@ def test_cache_holds_the_plans_rows_and_the_teachers_records(dump_config, cache_
 def test_the_folder_holds_shards_manifest_and_sidecar_only(cache_dir):
     names = sorted(path.name for path in cache_dir.iterdir())
     assert names == [
-        "manifest.json", "teacher", "train-00000-of-00002.parquet",
-        "train-00001-of-00002.parquet", "validation-00000-of-00001.parquet",
+        "manifest.json",
+        "teacher",
+        "train-00000-of-00002.parquet",
+        "train-00001-of-00002.parquet",
+        "validation-00000-of-00001.parquet",
     ]
 
 
@@ -96,7 +97,9 @@ def test_sidecar_gives_the_teachers_logits_without_the_teacher(cache_dir, dump_c
 
     side = load_file(cache_dir / "teacher" / "teacher.safetensors")
     assert {n: tuple(t.shape) for n, t in side.items()} == {
-        "embed_tokens.weight": (320, 32), "lm_head.weight": (320, 32), "norm.weight": (32,),
+        "embed_tokens.weight": (320, 32),
+        "lm_head.weight": (320, 32),
+        "norm.weight": (32,),
     }
     model = load_teacher(Path(dump_config.teacher), "float32").model
     torch.testing.assert_close(side["lm_head.weight"], model.lm_head.weight, rtol=0, atol=0)
@@ -136,9 +139,7 @@ def test_damaged_shard_is_named_and_made_again(dump_config, cache, cache_dir, ca
     assert_same_contents(cache, cache_dir)
 
 
-def test_kill_leaves_no_half_shard_and_the_same_command_completes(
-    dump_config, cache_dir, tmp_path
-):
+def test_kill_leaves_no_half_shard_and_the_same_command_completes(dump_config, cache_dir, tmp_path):
     out = tmp_path / "cache"
     slow = dataclasses.replace(dump_config, batch_tokens=1, head_positions=8)
     process = start(arguments(slow, out))
@@ -167,9 +168,7 @@ def test_kill_leaves_no_half_shard_and_the_same_command_completes(
 def test_two_workers_cover_each_shard_once(dump_config, cache_dir, tmp_path):
     out = tmp_path / "cache"
     command = [*arguments(dump_config, out), "--local_rank=0"]
-    workers = [
-        start(command, RANK=str(i), WORLD_SIZE="2", LOCAL_RANK=str(i)) for i in range(2)
-    ]
+    workers = [start(command, RANK=str(i), WORLD_SIZE="2", LOCAL_RANK=str(i)) for i in range(2)]
     output = [worker.communicate() for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], output
     assert "made 2 of its 2 shards" in output[0][1]
@@ -219,9 +218,7 @@ def refused(config, folder, message):
     return caught.value.message
 
 
-def test_another_teacher_is_refused_with_both_hashes(
-    dump_config, cache, make_teacher, tmp_path
-):
+def test_another_teacher_is_refused_with_both_hashes(dump_config, cache, make_teacher, tmp_path):
     other = make_teacher(tmp_path / "teacher", seed=1)
     message = refused(
         dataclasses.replace(dump_config, teacher=str(other)), cache, "teacher.weights_sha256: found"
@@ -230,9 +227,7 @@ def test_another_teacher_is_refused_with_both_hashes(
     # nothing but a sidecar: the dump was killed before its first shard
     for path in shard_paths(cache):
         path.unlink()
-    refused(
-        dataclasses.replace(dump_config, teacher=str(other)), cache, "belongs to another cache"
-    )
+    refused(dataclasses.replace(dump_config, teacher=str(other)), cache, "belongs to another cache")
 
 
 def test_another_tokenizer_is_refused_with_both_hashes(dump_config, cache, tmp_path):

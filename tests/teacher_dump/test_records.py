@@ -87,8 +87,13 @@ def test_a_model_that_caps_its_logits_is_refused(tmp_path):
 
     torch.manual_seed(0)
     sizes = dict(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
     )
     Gemma2ForCausalLM(Gemma2Config(**sizes, initializer_range=0.3)).save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="changes its logits"):
