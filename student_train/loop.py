@@ -57,6 +57,7 @@ def train(run: RunConfig, cache: Path, out: Path) -> None:
             f"{world}: start it with {position.world} (at a phase boundary any number will do)"
         )
     init_distributed()
+    dist.barrier()  # rank 0 must not write into what another rank still checks
     if dist.get_rank() == 0:
         folder.start(config)
     dist.barrier()

@@ -62,8 +62,9 @@ def test_it_trains_as_zero_one_does(arms, arm):
         expected = load_file(arms / ARMS[0] / "export" / f"phase-{phase}" / "model.safetensors")
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
-            close = 0.05 * tensor.norm() if bf16 else 1e-5 * tensor.norm()
-            assert (found[name] - tensor).norm() <= close
+            # Adam's first steps are lr * sign(gradient): rounding flips the sign of the tiniest.
+            close = 5e-2 if bf16 else 1e-3
+            assert (found[name] - tensor).norm() <= close * tensor.norm(), name
 
 
 def test_gradients_are_averaged_over_the_targets_of_all_ranks(arms, cache_dir):
