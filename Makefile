@@ -4,7 +4,8 @@ BIN := .venv/bin
 RANKS ?= 2
 DEMO ?= demo
 # One thread a rank: ranks that share cores lose more to spinning threads than they gain.
-STUDENT = OMP_NUM_THREADS=1 $(BIN)/deepspeed --num_gpus $(RANKS) launch/student.py --preset tiny
+STUDENT = OMP_NUM_THREADS=1 $(BIN)/deepspeed --num_gpus $(RANKS) --log_level warning \
+  launch/student.py
 
 .PHONY: setup demo test lint teacher clean
 
@@ -19,10 +20,18 @@ setup: .venv/installed
 demo: setup
 	$(BIN)/teacher-dump --preset tiny --out $(DEMO)/cache
 	for norm in pre post; do for curriculum in joint grow; do \
-	  $(STUDENT) --norm $$norm --curriculum $$curriculum \
+	  $(STUDENT) --preset tiny --norm $$norm --curriculum $$curriculum \
 	    --cache $(DEMO)/cache --out $(DEMO)/runs/$$norm-$$curriculum || exit $$?; \
 	done; done
 	$(BIN)/student-train report $(DEMO)/runs/* --out $(DEMO)/report
+
+# How launch/tiny_teacher was made: train it without a teacher, compare it, copy it there by hand.
+teacher: setup
+	$(BIN)/teacher-dump tokenizer --data stdlib --vocab-size 2048 --out build/tokenizer
+	$(BIN)/teacher-dump --preset tiny-teacher --tokenizer build/tokenizer --out build/tokens
+	$(STUDENT) --preset tiny-teacher --cache build/tokens --out build/teacher-run
+	$(BIN)/student-train export build/teacher-run --out build/tiny_teacher --dtype bfloat16
+	$(BIN)/student-train baseline build/tokens --export build/tiny_teacher
 
 test: setup
 	$(BIN)/pytest -q

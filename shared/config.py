@@ -83,11 +83,7 @@ def setting_options(cls: type, table: str, default_preset: str) -> Callable[[Any
         for field in reversed(dataclasses.fields(cls)):
             base, choices, _ = _type_of(cls, field.name)
             flag = "--" + field.name.replace("_", "-")
-            shown = "; ".join(
-                f"{name}: {values[field.name]}"
-                for name, values in tables.items()
-                if field.name in values
-            )
+            shown = _preset_values(field.name, tables)
             text = field.metadata["help"] + (f"  [{shown}]" if shown else "")
             command = click.option(
                 f"{flag}/--no-{flag[2:]}" if base is bool else flag,
@@ -103,6 +99,17 @@ def setting_options(cls: type, table: str, default_preset: str) -> Callable[[Any
         )(command)
 
     return decorate
+
+
+def _preset_values(key: str, tables: dict[str, dict[str, Any]]) -> str:
+    """What the presets set `key` to, presets of one value together: `paper: 64; tiny: 8`."""
+    by_value: dict[str, list[str]] = {}
+    for name, values in tables.items():
+        if key in values:
+            by_value.setdefault(str(values[key]), []).append(name)
+    if len(by_value) == 1 and [*tables] in by_value.values():
+        return next(iter(by_value))
+    return "; ".join(f"{', '.join(names)}: {value}" for value, names in by_value.items())
 
 
 def _has(name: str, table: str) -> bool:

@@ -9,6 +9,7 @@ import gc
 import json
 import logging
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from shared.distributed import ranks
 from shared.errors import DamagedError, UsageError
 from student_train.config import RunConfig
+from student_train.loss import LossWeights
 from student_train.model import Student
 from student_train.stream import Batch
 
@@ -27,11 +29,12 @@ DEEPSPEED_CONFIGS = Path(__file__).parent.parent / "launch" / "deepspeed"
 
 def init_distributed() -> torch.device:
     """Join the ranks that the launcher made, over nccl or gloo; returns this rank's device."""
-    os.environ.setdefault("DS_LOG_LEVEL", "warning")
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed's own calls: nothing a user could change.
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         # Else DeepSpeed compiles a shared-memory operator for minutes, which training never calls;
@@ -112,8 +115,6 @@ class Engine:
         The loss is the mean over those: DeepSpeed averages over ranks and micro-batches, so each
         share is scaled back up.
         """
-        from student_train.loss import LossWeights
-
         run = self.run
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr

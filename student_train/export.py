@@ -29,6 +29,7 @@ def write_export(
     temporary = out.parent / f".tmp-{uuid.uuid4().hex}-{out.name}"
     temporary.mkdir(parents=True)
     save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+    (temporary / "model.safetensors").chmod(0o644)  # safetensors makes private files
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     content = {**hf_config(config), "dtype": dtype, "stackgrow": asdict(config)}
     (temporary / "config.json").write_text(json.dumps(content, indent=1) + "\n")

@@ -141,6 +141,7 @@ def write_sidecar(
 
             with replacing(folder / "teacher.safetensors") as file:
                 save_file(_ends(teacher), file, {**fingerprint["teacher"], "revision": ""})
+                file.chmod(0o644)  # safetensors makes private files
         try:
             os.rename(folder, out / SIDECAR)
         except OSError:

@@ -93,3 +93,13 @@ def test_every_shipped_dump_preset_resolves():
     paper = resolve(DumpConfig, "dump", "paper", {})
     assert (paper.max_length, paper.k, paper.shards) == (8192, 64, 64)
     assert paper.max_validation_rows == 4833
+
+
+def test_help_groups_presets_by_value():
+    from shared.config import _preset_values
+
+    tables = {"a": {"x": 1, "y": 2}, "b": {"x": 1}, "c": {"x": 1, "y": 2}}
+    assert _preset_values("x", tables) == "1"
+    assert _preset_values("y", tables) == "a, c: 2"
+    assert _preset_values("y", tables | {"d": {"y": 3}}) == "a, c: 2; d: 3"
+    assert _preset_values("z", tables) == ""
