@@ -11,7 +11,7 @@ from launching import SMALL, launch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shared.cache import CacheReader, write_manifest
+from shared.cache import CacheReader, shard_paths, write_manifest
 from student_train.cli import main
 from student_train.config import RunConfig
 from student_train.export import load_student
@@ -120,6 +120,20 @@ def test_one_process_trains_a_pre_norm_student_that_transformers_opens(cache_dir
     batch = collate([Row(0, tokens.input_ids[0].int().numpy(), None)])
     expected = student.model(batch.tokens, batch.layout) @ student.lm_head.weight.T
     torch.testing.assert_close(model(**tokens).logits[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_damaged_page_met_by_a_rank_ends_all_ranks_with_exit_3(cache, tmp_path):
+    path = shard_paths(cache)[1]
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 3
+    content[middle : middle + 64] = bytes(64)
+    path.write_bytes(content)
+    out = tmp_path / "run"
+    args = ["--cache", cache, "--out", out, "--steps-per-phase", "40", "--checkpoint-every", "0"]
+    ended = launch("deepspeed", args)
+    assert ended.returncode == 3, ended.stdout
+    assert f"{path.name} is damaged" in ended.stdout
+    assert not (out / "export").exists()
 
 
 def test_another_config_is_refused_and_nothing_changes(grown, cache_dir):
