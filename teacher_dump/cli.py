@@ -48,14 +48,15 @@ def _repeatable_data(command: Any) -> Any:
 @_repeatable_data
 @setting_options(DumpConfig, "dump", default_preset="paper")
 @click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), default="cache", show_default=True,
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default="cache",
+    show_default=True,
     help="Folder of the cache.",
 )
 @click.option("--local_rank", type=int, hidden=True, help="Given by deepspeed; not needed.")
 @click.pass_context
-def main(
-    ctx: click.Context, preset: str, out: Path, local_rank: int | None, **given: Any
-) -> None:
+def main(ctx: click.Context, preset: str, out: Path, local_rank: int | None, **given: Any) -> None:
     """Run a teacher over text once and cache its top-k records as Parquet shards.
 
     Start it as it is, with torchrun or deepspeed (one process a GPU), or as a SLURM array: the
@@ -75,7 +76,9 @@ def main(
 @main.command()
 @click.argument("cache", type=click.Path(path_type=Path))
 @click.option(
-    "--deep/--no-deep", default=True, show_default=True,
+    "--deep/--no-deep",
+    default=True,
+    show_default=True,
     help="Read every page and check its checksum, not only the footers.",
 )
 def verify(cache: Path, deep: bool) -> None:
@@ -90,20 +93,32 @@ def verify(cache: Path, deep: bool) -> None:
 @click.option("--data-config", help="Configuration of a hub dataset.")
 @click.option("--text-field", default="text", show_default=True, help="Field that holds the text.")
 @click.option(
-    "--validation-fraction", type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    default=0.02, show_default=True, help="Held-out share; the tokenizer never sees it.",
+    "--validation-fraction",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.02,
+    show_default=True,
+    help="Held-out share; the tokenizer never sees it.",
 )
 @click.option(
-    "--vocab-size", type=click.IntRange(min=257), default=2048, show_default=True,
+    "--vocab-size",
+    type=click.IntRange(min=257),
+    default=2048,
+    show_default=True,
     help="Ids: 256 bytes, <|endoftext|> and merges.",
 )
 @click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), required=True,
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
     help="Folder for the tokenizer's files.",
 )
 def tokenizer(
-    data: tuple[str, ...], data_config: str | None, text_field: str, validation_fraction: float,
-    vocab_size: int, out: Path,
+    data: tuple[str, ...],
+    data_config: str | None,
+    text_field: str,
+    validation_fraction: float,
+    vocab_size: int,
+    out: Path,
 ) -> None:
     """Train a byte-level BPE tokenizer on the train documents of a corpus."""
     from teacher_dump.train_tokenizer import train_tokenizer

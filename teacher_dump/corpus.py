@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 # extension -> builder of the datasets library; None: read as one document
 BUILDERS = {
-    ".txt": None, ".json": "json", ".jsonl": "json", ".jsonl.zst": "json", ".parquet": "parquet",
+    ".txt": None,
+    ".json": "json",
+    ".jsonl": "json",
+    ".jsonl.zst": "json",
+    ".parquet": "parquet",
 }
 SCAN_DOCUMENTS = 1000  # documents fetched at once while all are hashed
 

@@ -242,9 +242,7 @@ def _groups(
     started, tokens = time.monotonic(), 0
     for first, window in _windows(job, shard):
         records = _records(job.config, teacher, window)
-        rows = [
-            Row(first + i, *pair) for i, pair in enumerate(zip(window, records, strict=True))
-        ]
+        rows = [Row(first + i, *pair) for i, pair in enumerate(zip(window, records, strict=True))]
         for start in range(0, len(rows), GROUP_ROWS):
             yield rows[start : start + GROUP_ROWS]
         tokens += sum(map(len, window))

@@ -26,8 +26,13 @@ if TYPE_CHECKING:
 
 SIDECAR = "teacher"
 TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-    "*.model", "chat_template*",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
 )
 FINAL_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
 # Of the largest logit: rounding stays below, a cap or a scale above.
@@ -119,7 +124,10 @@ def vocab_size(folder: Path) -> int:
 
 
 def write_sidecar(
-    out: Path, fingerprint: dict[str, Any], tokenizer_folder: Path, teacher_folder: Path | None,
+    out: Path,
+    fingerprint: dict[str, Any],
+    tokenizer_folder: Path,
+    teacher_folder: Path | None,
     teacher: Teacher | None,
 ) -> None:
     """Write `out`/teacher, whole or not at all; another worker may be first.
@@ -218,7 +226,10 @@ def load_teacher(folder: Path, dtype: str) -> Teacher:
         placed = {"device_map": {"": device}}  # no copy of the weights in main memory
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True,
+            folder,
+            dtype=getattr(torch, dtype),
+            trust_remote_code=False,
+            use_safetensors=True,
             **placed,
         )
     except Exception as error:  # transformers raises many types for broken folders
@@ -261,9 +272,7 @@ def _logits(teacher: Teacher, hidden: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def records(
-    teacher: Teacher, rows: list[np.ndarray], k: int, head_positions: int
-) -> list[TopK]:
+def records(teacher: Teacher, rows: list[np.ndarray], k: int, head_positions: int) -> list[TopK]:
     """Top-k records of token rows (int32 [T]), one padded batch; a row has T - 1 records.
 
     `head_positions` bounds how many full-vocabulary logit vectors exist at once.
@@ -277,15 +286,14 @@ def records(
     for i, row in enumerate(rows):
         ids[i, : len(row)], mask[i, : len(row)], scored[i, : counts[i]] = row, 1, True
     ids, mask, scored = (torch.from_numpy(a).to(teacher.device) for a in (ids, mask, scored))
-    hidden = teacher.decoder(
-        input_ids=ids, attention_mask=mask, use_cache=False
-    ).last_hidden_state[scored]
+    hidden = teacher.decoder(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[
+        scored
+    ]
     parts = [_top_k(teacher, chunk, k) for chunk in hidden.split(head_positions)]
     joined = [np.concatenate(columns) for columns in zip(*parts, strict=True)]
     if not np.isfinite(joined[3]).all():
         raise UsageError(
-            "the teacher's logits are not finite (overflow or broken weights): "
-            "try --dtype float32"
+            "the teacher's logits are not finite (overflow or broken weights): try --dtype float32"
         )
     edges = np.cumsum(counts)[:-1]
     return [TopK(*row) for row in zip(*(np.split(a, edges) for a in joined), strict=True)]
