@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shared.errors import DamagedError, UsageError
+from shared.files import fsync
 from student_train.config import ModelConfig
 from student_train.model import Student
 
@@ -24,7 +25,8 @@ def write_export(
 ) -> None:
     """Write an export folder; it appears whole (an interrupted one leaves `.tmp-*`).
 
-    weights: name -> tensor, any float type. tokenizer: folder whose tokenizer files are copied.
+    weights: name -> tensor, any float type. tokenizer: a model folder; its other files are
+    copied.
     """
     temporary = out.parent / f".tmp-{uuid.uuid4().hex}-{out.name}"
     temporary.mkdir(parents=True)
@@ -33,11 +35,15 @@ def write_export(
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     content = {**hf_config(config), "dtype": dtype, "stackgrow": asdict(config)}
     (temporary / "config.json").write_text(json.dumps(content, indent=1) + "\n")
-    for file in sorted(tokenizer.glob("*token*.json")) + sorted(tokenizer.glob("*.jinja")):
-        shutil.copy(file, temporary)
+    for file in sorted(tokenizer.iterdir()):
+        if file.is_file() and file.name != "config.json" and file.suffix != ".safetensors":
+            shutil.copy(file, temporary)
+    for file in temporary.iterdir():
+        fsync(file)
     if out.exists():  # left by a killed run that will now write the same again
         shutil.rmtree(out)
     os.replace(temporary, out)
+    fsync(out.parent)
 
 
 def hf_config(config: ModelConfig) -> dict:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import DamagedError, UsageError, differences
-from shared.files import atomic_write_text
+from shared.files import atomic_write_text, fsync
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,7 @@ class RunFolder:
             kept = [line for line in self._lines() if _at_most(line, position)]
             text = "".join(json.dumps(line) + "\n" for line in kept)
             atomic_write_text(self._metrics, text)
-        keep = self._kept_tags(position)
-        for folder in self.checkpoints.iterdir():
-            if folder.is_dir() and folder.name not in keep:
-                shutil.rmtree(folder)
+        self._drop_all_but(position)
 
     def position(self) -> Position:
         """The last committed position. Raises DamagedError for an unreadable manifest."""
@@ -92,11 +89,10 @@ class RunFolder:
 
     def commit(self, position: Position) -> None:
         """Make `position` the one to resume from; drop checkpoints inside phases before it."""
+        for file in (self.checkpoints / position.tag).iterdir():
+            fsync(file)  # DeepSpeed does not, and the manifest must not outlive what it names
         atomic_write_text(self._manifest, json.dumps(asdict(position), indent=1) + "\n")
-        keep = self._kept_tags(position)
-        for folder in self.checkpoints.iterdir():
-            if folder.is_dir() and folder.name not in keep:
-                shutil.rmtree(folder)
+        self._drop_all_but(position)
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         """Add one step to metrics.jsonl."""
@@ -118,10 +114,12 @@ class RunFolder:
                 break
         return lines
 
-    @staticmethod
-    def _kept_tags(position: Position) -> set[str | None]:
-        """One set per finished phase, and the one to resume from."""
-        return {phase_tag(p) for p in range(position.phase + position.done)} | {position.tag}
+    def _drop_all_but(self, position: Position) -> None:
+        """Keep one checkpoint set per finished phase, and the one to resume from."""
+        keep = {phase_tag(p) for p in range(position.phase + position.done)} | {position.tag}
+        for folder in self.checkpoints.iterdir():
+            if folder.is_dir() and folder.name not in keep:
+                shutil.rmtree(folder)
 
 
 def phase_tag(phase: int) -> str:
