@@ -141,7 +141,7 @@ def test_another_config_is_refused_and_nothing_changes(grown, cache_dir):
     result = invoke("--norm", "pre", "--cache", cache_dir, "--out", grown, "--lr", "0.5")
     assert result.exit_code == 3
     assert "norm: found 'post', expected 'pre'" in result.output
-    assert "lr: found 0.002, expected 0.5" in result.output
+    assert "lr: found 0.003, expected 0.5" in result.output
     assert before == {p: p.stat().st_mtime_ns for p in grown.rglob("*")}
 
 

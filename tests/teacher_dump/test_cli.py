@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from shared.cache import shard_paths
+from shared.config import load_preset
 from teacher_dump.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +61,13 @@ def test_help_lists_preset_values_and_imports_nothing_heavy():
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    for shown in ("paper: 64; tiny: 8", "Qwen/Qwen3-8B-Base", "verify", "tokenizer", "--out"):
+    for shown in (
+        f"paper: {load_preset('paper', 'dump')['shards']}",
+        "Qwen/Qwen3-8B-Base",
+        "verify",
+        "tokenizer",
+        "--out",
+    ):
         assert shown in " ".join(done.stdout.split())
     assert "local_rank" not in done.stdout
 
