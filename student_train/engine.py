@@ -119,6 +119,7 @@ class Engine:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
         weights = LossWeights(run.alpha, run.gamma, run.tau)
+        targets = max(1, targets)  # every row a single token: nothing to learn, no NaN
         scale = self.world * len(micro) / targets
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in micro:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 import torch.distributed as dist
 
@@ -113,7 +114,10 @@ def _train_phase(
             }
             started = now
             if not math.isfinite(losses["loss"]):
-                raise FloatingPointError(f"the loss is {losses['loss']} at step {line['step']}")
+                raise click.ClickException(
+                    f"the loss is {losses['loss']} at step {line['step']}; the last checkpoint is "
+                    "kept; start a new run with a lower --lr or another seed"
+                )
             if rank == 0:
                 folder.append_metrics(line)
             advance(1, f"loss {losses['loss']:.3f} ce {losses['ce']:.3f} kd {losses['kd']:.3f}")
