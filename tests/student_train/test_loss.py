@@ -120,6 +120,15 @@ def test_chunks_and_scale_change_nothing_but_the_scale():
         torch.testing.assert_close(parts[index], 0.25 * whole[index])
 
 
+def test_a_factor_on_the_loss_reaches_both_gradients():
+    hidden, weight, targets = planted()
+    function = fused(single(targets), WEIGHTS[0], 16)
+    once = gradients(function, hidden.float(), weight.float())
+    thrice = gradients(lambda h, w: (3 * function(h, w)[0],), hidden.float(), weight.float())
+    torch.testing.assert_close(thrice[1], 3 * once[3])
+    torch.testing.assert_close(thrice[2], 3 * once[4])
+
+
 def test_no_position_gives_zero_not_nan():
     hidden, weight, targets = planted()
     found = gradients(

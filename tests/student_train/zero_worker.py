@@ -17,7 +17,7 @@ if __name__ == "__main__":
             "layers_per_block": 1,
             "steps_per_phase": 3,
             "batch_rows": 8,
-            "warmup_steps": 1,
+            "warmup_steps": 2,
             "validate_every": 0,
             "checkpoint_every": 0,
             "deepspeed_config": stage,
