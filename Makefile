@@ -3,9 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 RANKS ?= 2
 DEMO ?= demo
+# A free port for each start, so that several can run on one machine.
+PORT = $$($(PYTHON) -c 'import socket; s = socket.create_server(("", 0)); print(s.getsockname()[1])')
 # One thread a rank: ranks that share cores lose more to spinning threads than they gain.
-STUDENT = OMP_NUM_THREADS=1 $(BIN)/deepspeed --num_gpus $(RANKS) --log_level warning \
-  launch/student.py
+STUDENT = OMP_NUM_THREADS=1 $(BIN)/deepspeed --num_gpus $(RANKS) --master_port $(PORT) \
+  --log_level warning launch/student.py
 
 .PHONY: setup demo test lint teacher clean
 
