@@ -28,7 +28,10 @@ DEEPSPEED_CONFIGS = Path(__file__).parent.parent / "launch" / "deepspeed"
 
 
 def init_distributed() -> torch.device:
-    """Join the ranks that the launcher made, over nccl or gloo; returns this rank's device."""
+    """Join the ranks that the launcher made, over nccl or gloo; returns this rank's device.
+
+    Raises UsageError for several nodes without an address to meet at.
+    """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -43,6 +46,11 @@ def init_distributed() -> torch.device:
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     here = ranks()
+    if int(os.environ.get("SLURM_NNODES", 1)) > 1 and "MASTER_ADDR" not in os.environ:
+        raise UsageError(
+            f"{os.environ['SLURM_NNODES']} nodes and no MASTER_ADDR: in the job script, export "
+            "MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1) and MASTER_PORT"
+        )
     port = 29500 if here.world > 1 else 0  # one process alone needs no agreed port
     found = {
         "RANK": here.rank,

@@ -203,6 +203,13 @@ def test_a_cache_of_another_teacher_is_refused_by_a_run(grown, dump_config, make
     assert "cache.fingerprint.teacher.weights_sha256: found" in result.output
 
 
+def test_several_nodes_need_a_place_to_meet(cache_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    result = invoke("--cache", cache_dir, "--out", tmp_path / "run")
+    assert (result.exit_code, (tmp_path / "run").exists()) == (2, False)
+    assert "export MASTER_ADDR=$(scontrol show hostnames" in result.output
+
+
 def test_help_is_quick_to_load_and_shows_every_setting():
     import subprocess
     import sys
