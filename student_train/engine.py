@@ -79,6 +79,12 @@ def engine_config(run: RunConfig, world: int) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise UsageError(f"{path} is not valid JSON: {error}") from None
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if run.dtype == "bfloat16" and stage == 0:
+        raise UsageError(
+            f"{name} has ZeRO stage 0, which does not hand out its float32 masters, and a phase "
+            "must pass them on: with --dtype bfloat16 use zero1, zero2 or zero3"
+        )
     if run.batch_rows % world:
         raise UsageError(f"batch_rows {run.batch_rows} does not divide over {world} ranks")
     per_rank = run.batch_rows // world
