@@ -80,6 +80,10 @@ def engine_config(run: RunConfig, world: int) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise UsageError(f"{path} is not valid JSON: {error}") from None
     stage = config.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise UsageError(f"{path}: zero_optimization stage is {stage!r}, expected 0, 1, 2 or 3")
+    if config.get("fp16", {}).get("enabled"):
+        raise UsageError(f"{path} enables fp16, which is not supported: use --dtype bfloat16")
     if run.dtype == "bfloat16" and stage == 0:
         raise UsageError(
             f"{name} has ZeRO stage 0, which does not hand out its float32 masters, and a phase "

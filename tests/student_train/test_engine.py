@@ -138,6 +138,21 @@ def test_the_batch_is_divided_over_ranks_and_accumulation():
         engine_config(settings(batch_rows=24), world=5)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"zero_optimization": {"stage": 7}}', "stage is 7, expected 0, 1, 2 or 3"),
+        ('{"fp16": {"enabled": true}}', "enables fp16"),
+        ("{", "is not valid JSON"),
+    ],
+)
+def test_a_deepspeed_file_that_cannot_work_is_refused(tmp_path, text, message):
+    path = tmp_path / "own.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        engine_config(settings(deepspeed_config=str(path)), world=1)
+
+
 @pytest.mark.parametrize("preset", ["paper", "tiny", "tiny-teacher"])
 def test_every_preset_is_a_whole_student(preset):
     from shared.config import resolve
