@@ -84,6 +84,9 @@ def engine_config(run: RunConfig, world: int) -> dict[str, Any]:
         raise UsageError(f"{path}: zero_optimization stage is {stage!r}, expected 0, 1, 2 or 3")
     if config.get("fp16", {}).get("enabled"):
         raise UsageError(f"{path} enables fp16, which is not supported: use --dtype bfloat16")
+    for key in ("optimizer", "scheduler"):
+        if key in config:
+            raise UsageError(f"{path} sets {key!r}: remove it, the run's own options decide it")
     if run.dtype == "bfloat16" and stage == 0:
         raise UsageError(
             f"{name} has ZeRO stage 0, which does not hand out its float32 masters, and a phase "

@@ -143,6 +143,7 @@ def test_the_batch_is_divided_over_ranks_and_accumulation():
     [
         ('{"zero_optimization": {"stage": 7}}', "stage is 7, expected 0, 1, 2 or 3"),
         ('{"fp16": {"enabled": true}}', "enables fp16"),
+        ('{"optimizer": {"type": "AdamW"}}', "sets 'optimizer': remove it"),
         ("{", "is not valid JSON"),
     ],
 )
