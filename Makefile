@@ -14,6 +14,7 @@ STUDENT = OMP_NUM_THREADS=1 $(BIN)/deepspeed --num_gpus $(RANKS) --master_port $
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
+	@echo "installing 1.6 GB of packages, 2-4 minutes; pip is silent meanwhile"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'

@@ -16,7 +16,7 @@ def main() -> None:
     """Train students from a teacher cache and answer what their norm placement and growth did."""
 
 
-@main.command("run")
+@main.command("run", context_settings=HELP)
 @setting_options(RunConfig, "student", default_preset="paper")
 @click.option(
     "--cache",

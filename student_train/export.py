@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from shared.errors import DamagedError, UsageError
+from shared.errors import UsageError
 from shared.files import fsync
 from student_train.config import ModelConfig
 from student_train.model import Student
@@ -91,7 +91,7 @@ def export_run(run: Path, phase: int | None, out: Path, dtype: str) -> Path:
         names = ", ".join(path.name for path in exports)
         raise UsageError(f"{run} has no {source.name}; found {names}")
     if out.exists():
-        raise DamagedError(f"{out} exists: give a new folder")
+        raise UsageError(f"{out} exists: give --out a new folder")
     student = load_student(source)
     kind = getattr(torch, dtype)
     weights = {name: tensor.to(kind) for name, tensor in student.state_dict().items()}

@@ -147,7 +147,7 @@ def _load_files(files: list[str], text_field: str) -> list[tuple[str, Sequence[s
         try:
             dataset = datasets.load_dataset(builder, data_files=names, split="train")
         except Exception as error:  # bad JSON, bad Parquet, differing columns, wrong encoding
-            cause = error.__cause__ or error
+            cause = str(error.__cause__ or "") or str(error) or "it is empty or truncated"
             raise UsageError(f"cannot read {_culprit(names) or shown}: {cause}") from None
         parts.append((shown, _texts(dataset, text_field, shown)))
     return parts

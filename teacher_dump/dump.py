@@ -124,6 +124,7 @@ def prepare(config: DumpConfig) -> Job:
             raise UsageError(
                 f"k: found {config.k}, expected less than the vocabulary, {vocab_size}"
             )
+    say(f"reading the corpus {config.data.replace(chr(10), ' ')}")
     documents = load_documents(config.data, config.data_config, config.text_field)
     plan = plan_rows(
         documents, config.validation_fraction, config.max_rows, config.max_validation_rows

@@ -50,7 +50,7 @@ def model_folder(name: str, revision: str | None, weights: bool) -> Path:
         return TINY
     if Path(name).is_dir():
         return Path(name)
-    if not is_hub_name(name):
+    if not is_hub_name(name) or name.startswith((".", "/", "~")):
         raise UsageError(f"no directory {name!r}, and not a hub name (organisation/name)")
     offline_unless_reachable()
     from huggingface_hub import snapshot_download

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.cache import CacheReader, shard_paths, write_manifest
-from student_train.cli import main
+from student_train.cli import main, run_command
 from student_train.config import RunConfig
 from student_train.export import load_student
 
@@ -110,7 +110,7 @@ def test_one_process_trains_a_pre_norm_student_that_transformers_opens(cache_dir
     folder = tmp_path / "export"
     command = ["export", str(out), "--out", str(folder), "--dtype", "bfloat16"]
     assert CliRunner().invoke(main, command).exit_code == 0
-    assert CliRunner().invoke(main, command).exit_code == 3  # it exists now
+    assert CliRunner().invoke(main, command).exit_code == 2  # it exists now
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = AutoTokenizer.from_pretrained(folder)("the model learns", return_tensors="pt")
     student = load_student(folder)
@@ -202,6 +202,10 @@ def test_a_cache_of_another_teacher_is_refused_by_a_run(grown, dump_config, make
     result = invoke("--norm", "post", "--cache", tmp_path / "cache", "--out", grown)
     assert result.exit_code == 3
     assert "cache.fingerprint.teacher.weights_sha256: found" in result.output
+
+
+def test_short_help_works_on_the_script_too():
+    assert CliRunner().invoke(run_command, ["-h"]).exit_code == 0
 
 
 def test_several_nodes_need_a_place_to_meet(cache_dir, tmp_path, monkeypatch):
