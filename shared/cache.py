@@ -1,4 +1,4 @@
-"""The cache: Parquet shards, a manifest derived from their footers, and the teacher's sidecar.
+"""The cache: shards, a manifest derived from their footers, and the teacher's sidecar.
 
     CACHE/
       train-00000-of-00064.parquet ...   a contiguous range of rows each
@@ -6,243 +6,220 @@
       manifest.json                      written when every shard is there; rebuilt from footers
       teacher/                           config, tokenizer, embedding + head + final norm
 
-Each footer holds, under the key `stackgrow`, a JSON object: `fingerprint` (everything that
-decided the contents), `split`, `index`, `count`, `first_row`, `end_row`. Which rows a shard holds
-depends on the fingerprint and the shard count only. Page checksums are written and verified.
+Which rows a shard holds depends on the fingerprint and the shard count only. Nothing here trusts
+the manifest: it tells people and other programs what the footers say.
 """
 
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
+from shared import codec
 from shared.errors import DamagedError, UsageError, differences
-from shared.files import atomic_write_text, replacing
-from shared.records import Row, from_table, schema, to_table
+from shared.records import Row, TopK
+from shared.shardfile import (
+    GROUP_ROWS,
+    Footer,
+    Shard,
+    damage,
+    identity,
+    read_footer,
+    read_group,
+)
+from shared.store import Store, open_store
 
-FORMAT_VERSION = 1
-GROUP_ROWS = 64  # rows of a Parquet row group: what a reader decodes at once
-FOOTER_KEY = b"stackgrow"
+MANIFEST = "manifest.json"
 SHARD_NAME = re.compile(r"(train|validation)-(\d{5})-of-(\d{5})\.parquet")
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One shard's place: rows [first_row, end_row) of `split`."""
-
-    split: str
-    index: int
-    count: int
-    first_row: int
-    end_row: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.split}-{self.index:05d}-of-{self.count:05d}.parquet"
+OPEN_SHARDS = 16  # footers and files a reader holds at a time
 
 
 def plan_shards(split: str, rows: int, count: int) -> list[Shard]:
-    """Divide `rows` rows into `count` contiguous shards whose sizes differ by at most one."""
+    """Divide `rows` rows into `count` contiguous shards of nearly equal size.
+
+    Where there are enough rows, shards begin at multiples of GROUP_ROWS: a block of the data order
+    is then one row group, fetched once per epoch, and not the halves of two.
+    """
     if not 1 <= count <= rows:
         raise UsageError(
             f"{count} {split} shards for {rows} rows: expected 1 to {rows}; "
             "give fewer shards or more data"
         )
-    edges = [index * rows // count for index in range(count + 1)]
+    unit = GROUP_ROWS if rows >= 2 * GROUP_ROWS * count else 1
+    edges = [index * (rows // unit) // count * unit for index in range(count)] + [rows]
     return [Shard(split, i, count, edges[i], edges[i + 1]) for i in range(count)]
 
 
-def identity(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """The part of a fingerprint that must agree; library versions may differ between shards."""
-    return {key: value for key, value in fingerprint.items() if key != "versions"}
+def parquet_names(store: Store) -> list[str]:
+    """Names of the Parquet files in a folder, unfinished ones apart."""
+    return [n for n in store.names() if n.endswith(".parquet") and not n.startswith(".tmp-")]
 
 
-def write_shard(
-    folder: Path, shard: Shard, fingerprint: dict[str, Any], groups: Iterable[list[Row]]
-) -> None:
-    """Write `shard` from groups of at most GROUP_ROWS rows each; appears whole or not at all."""
-    kind = fingerprint["kind"]
-    footer = {"fingerprint": fingerprint, **asdict(shard)}
-    with (
-        replacing(folder / shard.name) as temporary,
-        pq.ParquetWriter(
-            temporary,
-            schema(kind).with_metadata({FOOTER_KEY: json.dumps(footer)}),
-            compression="zstd",
-            use_dictionary=False,
-            use_byte_stream_split=False,
-            write_page_checksum=True,
-        ) as writer,
-    ):
-        for rows in groups:
-            writer.write_table(to_table(rows, kind), row_group_size=GROUP_ROWS)
+def shard_names(store: Store) -> list[str]:
+    """Names of the shards in a cache. Raises DamagedError for a Parquet file of another name."""
+    names = parquet_names(store)
+    for name in names:
+        if not SHARD_NAME.fullmatch(name):
+            raise DamagedError(f"{store.path(name)} is not the name of a shard: move it away")
+    return names
 
 
-def read_footer(path: Path) -> dict[str, Any]:
-    """The footer object of a shard. Raises DamagedError if the file is no whole shard of ours."""
-    try:
-        metadata = pq.read_metadata(path)
-        footer = json.loads((metadata.metadata or {})[FOOTER_KEY])
-        rows = footer["end_row"] - footer["first_row"]
-    except KeyError:
-        raise DamagedError(f"{path} is a Parquet file, but not a shard of a cache") from None
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise DamagedError(
-            f"{path} is damaged ({error}): delete it and run the same teacher-dump again"
-        ) from None
-    if metadata.num_rows != rows:
-        raise DamagedError(f"{path} holds {metadata.num_rows} rows, its footer promises {rows}")
-    if footer["fingerprint"]["format"] != FORMAT_VERSION:
-        raise DamagedError(
-            f"{path} has format {footer['fingerprint']['format']}, this version reads "
-            f"{FORMAT_VERSION}"
-        )
-    return footer
+def read_footers(store: Store) -> list[Footer]:
+    """The footers of a whole cache, train shards first.
+
+    Raises UsageError if there is no cache, DamagedError naming what is damaged, missing, foreign,
+    or there twice.
+    """
+    names = shard_names(store)
+    if not names:
+        raise UsageError(f"no cache at {store}: make one with teacher-dump --out {store}")
+    with ThreadPoolExecutor(16) as pool:  # remote ones wait for the network
+        # Without Parquet's own metadata, which takes megabytes for a large shard.
+        read = pool.map(partial(read_footer, store), names)
+        footers = [replace(footer, parquet=None) for footer in read]
+    check_whole(store, footers)
+    return footers
 
 
-def read_lengths(path: Path) -> np.ndarray:
-    """Tokens per row, int32 [rows], checksums verified. Raises DamagedError."""
-    try:
-        table = pq.read_table(path, columns=["length"], page_checksum_verification=True)
-    except (OSError, pa.ArrowException) as error:
-        raise DamagedError(f"{path} is damaged ({error}): delete it and dump again") from None
-    return table["length"].to_numpy()
-
-
-def check_shard(path: Path) -> None:
-    """Read a whole shard, verifying every page checksum. Raises DamagedError."""
-    footer = read_footer(path)
-    kind, k = footer["fingerprint"]["kind"], footer["fingerprint"]["k"]
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            groups = (file.read_row_group(group) for group in range(file.num_row_groups))
-            numbers = [row.number for group in groups for row in from_table(group, kind, k)]
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise DamagedError(
-            f"{path} is damaged ({error}): delete it and run the same teacher-dump again"
-        ) from None
-    if not np.array_equal(numbers, np.arange(footer["first_row"], footer["end_row"])):
-        raise DamagedError(f"{path}: row numbers are not those of its footer")
-
-
-def shard_paths(folder: Path) -> list[Path]:
-    """Shard files in `folder`, by name; temporary files are not shards."""
-    return sorted(p for p in folder.glob("*.parquet") if SHARD_NAME.fullmatch(p.name))
-
-
-def write_manifest(folder: Path) -> dict[str, Any]:
-    """Derive manifest.json from the footers; DamagedError if a shard is missing or foreign."""
-    paths = shard_paths(folder)
-    if not paths:
-        raise DamagedError(f"{folder} holds no shards: run teacher-dump --out {folder}")
-    footers = [read_footer(path) for path in paths]
-    fingerprint = footers[0]["fingerprint"]
-    entries = []
-    for path, footer in zip(paths, footers, strict=True):
-        if identity(footer["fingerprint"]) != identity(fingerprint):
+def check_whole(store: Store, footers: list[Footer]) -> None:
+    """Raise DamagedError unless these are all shards of one cache."""
+    expected = identity(footers[0].fingerprint)
+    for footer in footers:
+        if identity(footer.fingerprint) != expected:
             raise DamagedError(
-                f"{path} was made with other settings than {paths[0].name}:\n"
-                + differences(identity(footer["fingerprint"]), identity(fingerprint))
+                f"{store.path(footer.shard.name)} was made with other settings than "
+                f"{footers[0].shard.name}:\n" + differences(identity(footer.fingerprint), expected)
             )
-        entry = {key: footer[key] for key in ("split", "index", "count", "first_row", "end_row")}
-        entries.append({"name": path.name, "bytes": path.stat().st_size, **entry})
-    _check_tiling(folder, entries)
-    manifest = {"fingerprint": fingerprint, "shards": entries}
-    atomic_write_text(folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+    for split, rows in expected["rows"].items():
+        shards = [footer.shard for footer in footers if footer.shard.split == split]
+        counts = {shard.count for shard in shards}
+        if len(counts) > 1:
+            raise DamagedError(
+                f"{store} mixes {split} shards of two layouts: of {sorted(counts)}; "
+                "keep the files of one"
+            )
+        if shards and not set(shards) <= set(plan_shards(split, rows, counts.pop())):
+            raise DamagedError(f"{store}: the {split} shards do not divide {rows} rows evenly")
+    missing = missing_shards(expected, [footer.shard.name for footer in footers])
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise DamagedError(
+            f"{store} is incomplete, missing {', '.join(missing[:3])}{more}: run the same "
+            "teacher-dump again, it makes only what is missing"
+        )
+
+
+def missing_shards(fingerprint: dict[str, Any], names: list[str]) -> list[str]:
+    """Names of the shards that a cache should have, given those (of one layout) that it has."""
+    missing: list[str] = []
+    for split, rows in fingerprint["rows"].items():
+        matches = [match for match in map(SHARD_NAME.fullmatch, names) if match]
+        counts = [int(match[3]) for match in matches if match[1] == split]
+        planned = plan_shards(split, rows, counts[0] if counts else 1)
+        missing += [shard.name for shard in planned if shard.name not in names]
+    return missing
+
+
+def write_manifest(store: Store, footers: list[Footer]) -> dict[str, Any]:
+    """Write manifest.json: the fingerprint and one entry per shard."""
+    keys = ("split", "index", "count", "first_row", "end_row")
+    entries = [
+        {
+            "name": footer.shard.name,
+            "bytes": footer.size,
+            "tokens": int(footer.lengths.sum()),
+            **{key: getattr(footer.shard, key) for key in keys},
+        }
+        for footer in footers
+    ]
+    manifest = {"fingerprint": footers[0].fingerprint, "shards": entries}
+    store.write_text(MANIFEST, json.dumps(manifest, indent=1) + "\n")
     return manifest
 
 
-def _check_tiling(folder: Path, entries: list[dict[str, Any]]) -> None:
-    """Refuse missing shards, and shards of two different counts, by name."""
-    for split in sorted({entry["split"] for entry in entries} | {"train"}):
-        part = [entry for entry in entries if entry["split"] == split]
-        counts = {entry["count"] for entry in part}
-        if len(counts) > 1:
-            raise DamagedError(
-                f"{folder} mixes {split} shards of two layouts: of {sorted(counts)}; "
-                "keep the files of one"
-            )
-        count = counts.pop() if counts else 1
-        missing = set(range(count)) - {entry["index"] for entry in part}
-        if missing:
-            names = [Shard(split, i, count, 0, 0).name for i in sorted(missing)]
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise DamagedError(
-                f"{folder} is incomplete, missing {', '.join(names[:3])}{more}: run the same "
-                "teacher-dump again, it makes only what is missing"
-            )
+def summary(store: Store, footers: list[Footer]) -> list[str]:
+    """One line per split: shards, rows, tokens, bytes, bytes per token."""
+    lines = []
+    for split in sorted({footer.shard.split for footer in footers}):
+        part = [footer for footer in footers if footer.shard.split == split]
+        rows = sum(len(footer.lengths) for footer in part)
+        tokens = sum(int(footer.lengths.sum()) for footer in part)
+        size = sum(footer.size for footer in part)
+        lines.append(
+            f"{store} {split}: {len(part)} shards, {rows} rows, {tokens} tokens, {size} bytes, "
+            f"{size / max(1, tokens):.1f} bytes/token"
+        )
+    return lines
 
 
 class CacheReader:
-    """Rows of one split by row number, decoding a row group at a time and keeping recent ones.
+    """Rows of one split of the cache at a path or URL, by row number.
 
+    Fetches a row group at a time and keeps recent ones.
+
+    `k`: at most this many ids of each position, the best ones; the rest joins the tail.
     Attributes: `fingerprint`; `lengths` int32 [rows], tokens per row; `vocab_size`.
-    Raises DamagedError for a cache that is missing, incomplete or inconsistent.
+    Raises UsageError if there is no cache or `k` is more than it holds, DamagedError if it is
+    incomplete or inconsistent.
     """
 
-    def __init__(self, folder: Path, split: str, keep_groups: int = 64) -> None:
-        manifest_path = folder / "manifest.json"
-        if not folder.is_dir():
-            raise UsageError(f"no cache at {folder}: make one with teacher-dump --out {folder}")
-        if not manifest_path.is_file():
-            write_manifest(folder)  # raises what is missing; else the footers say it all
-        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
-        self.fingerprint: dict[str, Any] = manifest["fingerprint"]
-        self.vocab_size: int = self.fingerprint["vocab_size"]
-        self._kind: str = self.fingerprint["kind"]
-        self._paths: list[Path] = []
-        self._first_rows: list[int] = []
-        lengths = []
-        for entry in manifest["shards"]:
-            if entry["split"] != split:
-                continue
-            path = folder / entry["name"]
-            if not path.is_file():
-                raise DamagedError(f"{path} is missing: run the same teacher-dump again")
-            footer = read_footer(path)
-            if identity(footer["fingerprint"]) != identity(self.fingerprint):
-                raise DamagedError(
-                    f"{path} does not belong to this cache:\n"
-                    + differences(identity(footer["fingerprint"]), identity(self.fingerprint))
-                )
-            self._paths.append(path)
-            self._first_rows.append(footer["first_row"])
-            lengths.append(read_lengths(path))
-        if not lengths:
-            raise DamagedError(f"{folder} holds no {split} rows")
-        self.lengths = np.concatenate(lengths)
-        self._files: dict[int, pq.ParquetFile] = {}
-        self._groups: OrderedDict[tuple[int, int], list[Row]] = OrderedDict()
+    def __init__(
+        self,
+        location: str | Path | Store,
+        split: str,
+        k: int | None = None,
+        keep_groups: int = 20,
+    ) -> None:
+        store = open_store(location)
+        footers = [footer for footer in read_footers(store) if footer.shard.split == split]
+        self._store = store
+        self._names = [footer.shard.name for footer in footers]
+        self._first_rows = np.array([footer.shard.first_row for footer in footers])
+        self._k = k
         self._keep_groups = keep_groups
+        self._shards: OrderedDict[int, tuple[Any, Footer]] = OrderedDict()
+        self._groups: OrderedDict[tuple[int, int], codec.Group] = OrderedDict()
+        self.fingerprint: dict[str, Any] = footers[0].fingerprint
+        self.vocab_size: int = self.fingerprint["vocab_size"]
+        self.lengths = np.concatenate([footer.lengths for footer in footers])
+        kind = self.fingerprint["kind"]
+        if k is not None and (kind != "topk" or k > self.fingerprint["k"]):
+            stored = f"k = {self.fingerprint['k']}" if kind == "topk" else f"kind {kind}"
+            raise UsageError(f"k: found {k}, but {store} holds {stored}")
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def row(self, number: int) -> Row:
-        """The row with this number. Raises DamagedError if its page fails its checksum."""
+        """The row with this number. Raises DamagedError if its bytes fail their checksum."""
         shard = int(np.searchsorted(self._first_rows, number, side="right")) - 1
-        group, offset = divmod(number - self._first_rows[shard], GROUP_ROWS)
+        group, offset = divmod(number - int(self._first_rows[shard]), GROUP_ROWS)
         key = (shard, group)
-        if key not in self._groups:
-            self._groups[key] = self._decode(shard, group)
-            if len(self._groups) > self._keep_groups:
-                self._groups.popitem(last=False)
-        self._groups.move_to_end(key)
-        return self._groups[key][offset]
+        with damage(self._store.path(self._names[shard])):
+            if key not in self._groups:
+                self._groups[key] = self._fetch(shard, group)
+                if len(self._groups) > self._keep_groups:
+                    self._groups.popitem(last=False)
+            self._groups.move_to_end(key)
+            row = self._groups[key].row(offset)
+        if self._k is not None and isinstance(row.record, TopK):
+            row = Row(row.number, row.tokens, row.record.keep(self._k))
+        return row
 
-    def _decode(self, shard: int, group: int) -> list[Row]:
-        path = self._paths[shard]
-        try:
-            if shard not in self._files:
-                self._files[shard] = pq.ParquetFile(path, page_checksum_verification=True)
-            table = self._files[shard].read_row_group(group)
-            return from_table(table, self._kind, self.fingerprint["k"])
-        except (OSError, ValueError, pa.ArrowException) as error:
-            raise DamagedError(f"{path} is damaged ({error}): delete it and dump again") from None
+    def _fetch(self, shard: int, group: int) -> codec.Group:
+        if shard not in self._shards:
+            footer = read_footer(self._store, self._names[shard])
+            if identity(footer.fingerprint) != identity(self.fingerprint):
+                raise ValueError("it was replaced by a shard of another cache")
+            self._shards[shard] = self._store.open(self._names[shard]), footer
+            if len(self._shards) > OPEN_SHARDS:
+                self._shards.popitem(last=False)[1][0].close()
+        self._shards.move_to_end(shard)
+        file, footer = self._shards[shard]
+        return codec.Group(read_group(file, footer, group), self.fingerprint["kind"])

@@ -30,9 +30,20 @@ def ranks() -> Ranks:
 
 
 def worker() -> tuple[int, int]:
-    """(index, count) of this worker among all ranks of all tasks of a SLURM array."""
+    """(index, count) of this worker among all ranks of all tasks of a SLURM array.
+
+    Raises UsageError for an array with gaps: its tasks could not tell which share is whose.
+    """
     here = ranks()
-    first = int(os.environ.get("SLURM_ARRAY_TASK_MIN", 0))
-    task = int(os.environ.get("SLURM_ARRAY_TASK_ID", first)) - first
+    first, last, task = (
+        int(os.environ.get(f"SLURM_ARRAY_TASK_{name}", 0)) for name in ("MIN", "MAX", "ID")
+    )
     tasks = int(os.environ.get("SLURM_ARRAY_TASK_COUNT", 1))
-    return task * here.world + here.rank, tasks * here.world
+    if last - first + 1 != tasks:
+        from shared.errors import UsageError  # which asks us for the rank
+
+        raise UsageError(
+            f"found a SLURM array of {tasks} tasks numbered {first} to {last}, expected no gaps: "
+            "submit the whole array again, finished shards are skipped"
+        )
+    return (task - first) * here.world + here.rank, tasks * here.world

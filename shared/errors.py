@@ -3,6 +3,7 @@
     click.ClickException
     |-- UsageError      exit 2   bad option, configuration or input data
     `-- DamagedError    exit 3   a cache, run or checkpoint that is damaged, incomplete or foreign
+        `-- UnreadableError      ... whose bytes are broken
 
 Exit code 0 is success and 1 an unexpected failure (a traceback). They subclass click's exception,
 so a command line prints the message alone and library callers can still catch them.
@@ -39,6 +40,10 @@ class DamagedError(click.ClickException):
     def format_message(self) -> str:
         here = ranks()
         return f"rank {here.rank}: {self.message}" if here.world > 1 else self.message
+
+
+class UnreadableError(DamagedError):
+    """The bytes themselves are broken, so there is no telling what they were; to be made again."""
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> str:

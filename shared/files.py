@@ -6,6 +6,7 @@ rename, fsync of the folder. A killed process leaves a `.tmp-*` file, never a ha
 
 import hashlib
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,13 @@ def replacing(path: Path) -> Iterator[Path]:
         fsync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove the `.tmp-*` files of killed writers: those that nobody has touched for a day."""
+    for path in folder.glob(".tmp-*"):
+        if path.is_file() and time.time() - path.stat().st_mtime > 86400:
+            path.unlink(missing_ok=True)
 
 
 def fsync(path: Path) -> None:

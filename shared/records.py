@@ -1,30 +1,68 @@
-"""Records: what the cache stores for each token position, and their Parquet columns.
+"""Records: what the cache says about each token position.
 
 A row of T tokens has T - 1 records; record i is the teacher's distribution over token i + 1, given
 tokens 0..i. So a record and its label share an index and there is nothing to shift.
 
-Kind `topk`, per position: the k most probable ids in falling order, their natural-log
-probabilities, the log of the probability outside them (the tail, computed, not 1 - sum), and the
-logsumexp of the raw logits, so that raw logits are `logprobs + logsumexp`.
-Kind `tokens` stores token ids alone, for training without a teacher.
+- `topk`: the most probable ids with their natural-log probabilities, the log of the probability
+  outside them (the tail, computed, not 1 - sum), and the logsumexp of the raw logits, so that raw
+  logits are `logprobs + logsumexp`. A position may keep fewer ids than another.
+- `sample`: draws from the teacher with replacement, as distinct ids and how often each was drawn:
+  an unbiased estimate of the whole distribution (Anshumann et al., arXiv 2503.16870).
+- `tokens`: token ids alone, for training without a teacher.
+
+Records are rectangles: a position with fewer ids than the widest of its row is padded with an id it
+does hold, of probability zero. `kept` (or a count of 0) says where the padding starts.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
 
-KINDS = ("topk", "tokens")
+KINDS = ("topk", "sample", "tokens")
 
 
 @dataclass(frozen=True)
 class TopK:
-    """Top-k records of one row; log-probabilities in nats."""
+    """Top-k records of one row, best id first; log-probabilities in nats."""
 
     ids: np.ndarray  # int32 [positions, k]
-    logprobs: np.ndarray  # float32 [positions, k]; float16 on disk
-    tail_logprob: np.ndarray  # float32 [positions]
+    logprobs: np.ndarray  # float32 [positions, k]; -inf in the padding
+    kept: np.ndarray  # int32 [positions], ids of each position, 1 to k
+    tail_logprob: np.ndarray  # float32 [positions]; -inf if the ids are the whole vocabulary
     logsumexp: np.ndarray  # float32 [positions]
+
+    def keep(self, kept: np.ndarray | int) -> "TopK":
+        """The first `kept` ids of each position, at least 1; the others join the tail, exactly."""
+        kept = np.clip(kept, 1, self.kept).astype(np.int32)
+        dropped = np.arange(self.ids.shape[1]) >= kept[:, None]
+        with np.errstate(divide="ignore"):  # log 0: nothing is dropped
+            rest = np.log(np.where(dropped, np.exp(self.logprobs), 0).sum(1, dtype=np.float64))
+        width = int(kept.max(initial=1))
+        return TopK(
+            np.where(dropped, self.ids[:, :1], self.ids)[:, :width],
+            np.where(dropped, np.float32(-np.inf), self.logprobs)[:, :width],
+            kept,
+            np.logaddexp(self.tail_logprob, rest).astype(np.float32),
+            self.logsumexp,
+        )
+
+    def truncate(self, min_prob: float | None, top_p: float | None) -> "TopK":
+        """Keep ids of probability >= `min_prob`, and no more than first reach the mass `top_p`."""
+        kept = self.kept
+        if min_prob is not None:
+            kept = np.minimum(kept, (self.logprobs >= np.log(min_prob)).sum(1))
+        if top_p is not None:
+            before = np.exp(self.logprobs).cumsum(1, dtype=np.float64)[:, :-1] < top_p
+            kept = np.minimum(kept, 1 + before.sum(1))
+        return self.keep(kept)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Draws of one row: distinct ids and their counts, which sum to N at every position."""
+
+    ids: np.ndarray  # int32 [positions, m]
+    counts: np.ndarray  # int32 [positions, m]; 0 in the padding
 
 
 @dataclass(frozen=True)
@@ -33,87 +71,4 @@ class Row:
 
     number: int
     tokens: np.ndarray  # int32 [T]
-    record: TopK | None
-
-
-def schema(kind: str) -> pa.Schema:
-    """Arrow schema of a shard. Lists are per row; `ids` and `logprobs` hold [positions, k] flat."""
-    fields = [
-        ("row", pa.int64()),
-        ("length", pa.int32()),
-        ("tokens", pa.list_(pa.int32())),
-    ]
-    if kind == "topk":
-        fields += [
-            ("ids", pa.list_(pa.int32())),
-            ("logprobs", pa.list_(pa.float16())),
-            ("tail_logprob", pa.list_(pa.float32())),
-            ("logsumexp", pa.list_(pa.float32())),
-        ]
-    return pa.schema([pa.field(name, type_, nullable=False) for name, type_ in fields])
-
-
-def to_table(rows: list[Row], kind: str) -> pa.Table:
-    """Pack rows as an Arrow table with `schema(kind)`."""
-    columns: dict[str, pa.Array] = {
-        "row": pa.array([row.number for row in rows], pa.int64()),
-        "length": pa.array([len(row.tokens) for row in rows], pa.int32()),
-        "tokens": _lists([row.tokens for row in rows], pa.int32()),
-    }
-    if kind == "topk":
-        records = [row.record for row in rows]
-        columns["ids"] = _lists([r.ids.ravel() for r in records], pa.int32())
-        half = [r.logprobs.ravel().astype(np.float16) for r in records]
-        columns["logprobs"] = _lists(half, pa.float16())
-        columns["tail_logprob"] = _lists([r.tail_logprob for r in records], pa.float32())
-        columns["logsumexp"] = _lists([r.logsumexp for r in records], pa.float32())
-    return pa.table(columns, schema=schema(kind))
-
-
-def from_table(table: pa.Table, kind: str, k: int) -> list[Row]:
-    """Unpack a table with `schema(kind)`; the inverse of `to_table` up to float16.
-
-    Raises ValueError if a row's lists are not as long as its length says: Parquet's checksums
-    cover pages, not the page headers, where a flipped bit can drop the last values.
-    """
-    columns = {name: table[name].combine_chunks() for name in schema(kind).names}
-    _check_lengths(columns, k)
-    numbers = columns["row"].to_numpy()
-    tokens = _arrays(columns["tokens"])
-    if kind == "tokens":
-        return [Row(int(n), t, None) for n, t in zip(numbers, tokens, strict=True)]
-    parts = zip(
-        *(_arrays(columns[name]) for name in ("ids", "logprobs", "tail_logprob", "logsumexp")),
-        strict=True,
-    )
-    records = [
-        TopK(ids.reshape(-1, k), logprobs.astype(np.float32).reshape(-1, k), tail, lse)
-        for ids, logprobs, tail, lse in parts
-    ]
-    return [Row(int(n), t, r) for n, t, r in zip(numbers, tokens, records, strict=True)]
-
-
-def _check_lengths(columns: dict[str, pa.Array], k: int) -> None:
-    tokens = columns["length"].to_numpy()
-    positions = np.maximum(tokens - 1, 0)
-    for name, column in columns.items():
-        if name in ("row", "length"):
-            continue
-        found = np.diff(column.offsets.to_numpy())
-        expected = {"tokens": tokens, "ids": positions * k, "logprobs": positions * k}
-        if not np.array_equal(found, expected.get(name, positions)):
-            raise ValueError(f"column {name} has lists of another length than its rows")
-
-
-def _lists(arrays: list[np.ndarray], type_: pa.DataType) -> pa.Array:
-    """Numpy arrays as one Arrow list column, without a Python object per number."""
-    offsets = np.cumsum([0] + [len(array) for array in arrays]).astype(np.int32)
-    values = pa.array(np.concatenate(arrays) if arrays else np.empty(0), type_)
-    return pa.ListArray.from_arrays(offsets, values)
-
-
-def _arrays(column: pa.ListArray) -> list[np.ndarray]:
-    """The inverse of `_lists`: views into the column's values, one per row."""
-    values = column.values.to_numpy(zero_copy_only=True)
-    offsets = column.offsets.to_numpy()
-    return [values[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    record: TopK | Sample | None

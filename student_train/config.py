@@ -10,6 +10,10 @@ from typing import Any, Literal
 from shared.config import setting
 from shared.errors import UsageError
 
+# They decide how much is computed at once and what is looked at when, not what is learnt: a run
+# may go on with other values.
+FREE_SETTINGS = ("micro_rows", "head_positions", "validate_every", "checkpoint_every")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -40,6 +44,7 @@ class RunConfig:
     alpha: float = setting("Weight of the distillation KL.")
     gamma: float = setting("Weight of the cross-entropy.")
     tau: float = setting("Distillation temperature.")
+    k: int | None = setting("Learn from at most this many stored ids; default all.")
     dtype: Literal["float32", "bfloat16"] = setting("Compute type (bfloat16 keeps fp32 masters).")
     deepspeed_config: str = setting("A name in launch/deepspeed (zero0..zero3) or a JSON file.")
     head_positions: int = setting("Positions per chunk of the fused head and loss.")
@@ -57,6 +62,7 @@ class RunConfig:
             "lr",
             "clip",
             "tau",
+            "k",
             "d_model",
             "heads",
             "kv_heads",

@@ -13,9 +13,14 @@ and the tail). At other tau only the stored ids are tempered, as nothing is know
 Student masses come from logsumexp inside and outside S, never from 1 - sum, so a saturated student
 keeps finite values and gradients. Total per position: alpha * KD + gamma * CE.
 
+Sampled records are the same with P = 1 and the draws' shares as p_S: KD is the KL from the draws'
+distribution, and its gradient at tau = 1 an unbiased estimate of that of KL(p || q) (Anshumann et
+al., arXiv 2503.16870).
+
 Source: S. Ren et al., arXiv 2608.13156, section 3 (loss); the gradient is derived in `_chunk`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,16 +29,24 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Targets:
-    """What N positions should predict; the records are None where only CE is trained."""
+    """What N positions should predict; the records are None where only CE is trained.
+
+    A position uses its first `kept` ids; beyond, `ids` repeats one of them.
+    """
 
     labels: Tensor  # int64 [N]
     ids: Tensor | None = None  # int64 [N, K]
     logprobs: Tensor | None = None  # float32 [N, K], nats
-    tail_logprob: Tensor | None = None  # float32 [N], nats
+    tail_logprob: Tensor | None = None  # float32 [N], nats; -inf: no tail
+    kept: Tensor | None = None  # int64 [N], 1 to K
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Targets":
+        """The same with `function` applied to each tensor there is."""
+        fields = (self.labels, self.ids, self.logprobs, self.tail_logprob, self.kept)
+        return Targets(*(None if field is None else function(field) for field in fields))
 
     def chunk(self, part: slice) -> "Targets":
-        fields = (self.labels, self.ids, self.logprobs, self.tail_logprob)
-        return Targets(*(None if field is None else field[part] for field in fields))
+        return self.map(lambda field: field[part])
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,11 @@ class DistillHead(nn.Module):
 
         hidden: [N, D]. KD is zero where the targets have no records.
         """
-        return _FusedLoss.apply(hidden, self.weight, targets, weights, scale, self.chunk_positions)
+        # Inside apply, autograd says that gradients are needed even where they are switched off.
+        wants = torch.is_grad_enabled()
+        return _FusedLoss.apply(
+            hidden, self.weight, targets, weights, scale, self.chunk_positions, wants
+        )
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -75,8 +92,9 @@ class _FusedLoss(torch.autograd.Function):
         weights: LossWeights,
         scale: float,
         chunk_positions: int,
+        wants_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        needs_hidden, needs_weight = (wants_grad and need for need in ctx.needs_input_grad[:2])
         kd = hidden.new_zeros(len(hidden), dtype=torch.float32)
         ce = torch.zeros_like(kd)
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
@@ -84,8 +102,8 @@ class _FusedLoss(torch.autograd.Function):
         for start in range(0, len(hidden), chunk_positions):
             part = slice(start, start + chunk_positions)
             logits = (hidden[part] @ weight.T).float()
-            wants_grad = needs_hidden or needs_weight
-            kd[part], ce[part], grad = _chunk(logits, targets.chunk(part), weights, wants_grad)
+            needs = needs_hidden or needs_weight
+            kd[part], ce[part], grad = _chunk(logits, targets.chunk(part), weights, needs)
             if grad is not None:
                 grad = grad.mul_(scale)
                 if needs_hidden:
@@ -105,7 +123,7 @@ class _FusedLoss(torch.autograd.Function):
             grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = (grad_weight * grad_loss).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _chunk(
@@ -129,19 +147,21 @@ def _chunk(
             grad.scatter_add_(1, labels, torch.full_like(ce, -gamma)[:, None])
         return torch.zeros_like(ce), ce, grad
 
-    inside = logits.gather(1, targets.ids)  # [n, K]
+    padding = torch.arange(targets.ids.shape[1], device=logits.device) >= targets.kept[:, None]
+    inside = logits.gather(1, targets.ids).masked_fill(padding, -torch.inf)  # [n, K]
     logits.scatter_(1, targets.ids, -torch.inf)
     lse_in, lse_out = inside.logsumexp(1), logits.logsumexp(1)
     log_m, log_t = lse_in - lse, lse_out - lse
 
-    log_p = targets.logprobs.logsumexp(1)
-    total = torch.logaddexp(log_p, targets.tail_logprob)  # float16 storage: not exactly 0
+    logprobs = targets.logprobs.masked_fill(padding, -torch.inf)
+    log_p = logprobs.logsumexp(1)
+    total = torch.logaddexp(log_p, targets.tail_logprob)  # stored rounded: not exactly 0
     log_p, log_tail = log_p - total, targets.tail_logprob - total
     p, tail = log_p.exp(), log_tail.exp()
-    log_p_in = (targets.logprobs / tau).log_softmax(1)
+    log_p_in = (logprobs / tau).log_softmax(1)
     log_q_in = (inside / tau).log_softmax(1)
     p_in = log_p_in.exp()
-    kl_in = (p_in * (log_p_in - log_q_in)).sum(1)
+    kl_in = (p_in * (log_p_in - log_q_in)).masked_fill(padding, 0.0).sum(1)
     tail_term = torch.where(tail > 0, tail * (log_tail - log_t), 0.0)  # K = V: no tail
     kd = p * (log_p - log_m) + tail_term + tau**2 * p * kl_in
     if not wants_grad:
@@ -154,6 +174,6 @@ def _chunk(
     q_over_m = (inside - lse_in[:, None]).exp()
     tempered = (log_q_in.exp() - p_in) * (tau * p)[:, None]
     grad_in = (gamma + alpha) * q + alpha * (tempered - p[:, None] * q_over_m)
-    grad.scatter_(1, targets.ids, grad_in)
+    grad.scatter_add_(1, targets.ids, grad_in)  # 0 there until now, and 0 from the padding
     grad.scatter_add_(1, labels, torch.full_like(ce, -gamma)[:, None])
     return kd, ce, grad

@@ -3,7 +3,7 @@
 The order is a pure function of (seed, step): rank and world size only slice a step's rows, so
 resuming needs the step number alone. An epoch visits every row once. Blocks of 64 consecutive rows
 are permuted, then rows are shuffled inside windows of 16 blocks: nearly a full shuffle, while a
-reader decodes each Parquet row group once per epoch.
+reader fetches each Parquet row group, which a block is, once per epoch.
 """
 
 from collections.abc import Iterator
@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.cache import GROUP_ROWS, CacheReader
-from shared.records import Row
+from shared.cache import CacheReader
+from shared.records import Row, Sample, TopK
+from shared.shardfile import GROUP_ROWS
 from student_train.loss import Targets
 from student_train.model import Layout
 
@@ -32,22 +33,23 @@ class Batch:
     targets: Targets
 
     def to(self, device: torch.device) -> "Batch":
-        t = self.targets
-        fields = (t.labels, t.ids, t.logprobs, t.tail_logprob)
-        moved = (None if f is None else f.to(device, non_blocking=True) for f in fields)
         layout = Layout(self.layout.rows, self.layout.time, self.layout.index.to(device))
-        return Batch(self.tokens.to(device), layout, self.positions.to(device), Targets(*moved))
+        targets = self.targets.map(lambda field: field.to(device, non_blocking=True))
+        return Batch(self.tokens.to(device), layout, self.positions.to(device), targets)
 
 
 def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
     """Row numbers int64 [rows] in the order in which this epoch visits them."""
     rng = np.random.Generator(np.random.Philox(key=[seed, epoch]))
     blocks = rng.permutation(-(-rows // GROUP_ROWS))
-    order = (blocks[:, None] * GROUP_ROWS + np.arange(GROUP_ROWS)).ravel()
-    order = order[order < rows]
-    for start in range(0, rows, WINDOW_BLOCKS * GROUP_ROWS):
-        rng.shuffle(order[start : start + WINDOW_BLOCKS * GROUP_ROWS])
-    return order
+    windows = []
+    for start in range(0, len(blocks), WINDOW_BLOCKS):
+        chosen = blocks[start : start + WINDOW_BLOCKS]
+        window = (chosen[:, None] * GROUP_ROWS + np.arange(GROUP_ROWS)).ravel()
+        window = window[window < rows]
+        rng.shuffle(window)
+        windows.append(window)
+    return np.concatenate(windows)
 
 
 def step_rows(order_of: "EpochOrders", step: int, batch_rows: int) -> np.ndarray:
@@ -79,18 +81,41 @@ def collate(rows: list[Row]) -> Batch:
     time = int(lengths.max())
     layout = Layout(len(rows), time, torch.from_numpy(row_of * time + within))
     positions = np.flatnonzero(within < lengths[row_of] - 1)
-    labels = tokens[positions + 1]
-    records = [row.record for row in rows]
-    if records[0] is None:
-        targets = Targets(torch.from_numpy(labels))
-    else:
-        targets = Targets(
-            torch.from_numpy(labels),
-            torch.from_numpy(np.concatenate([r.ids for r in records]).astype(np.int64)),
-            torch.from_numpy(np.concatenate([r.logprobs for r in records])),
-            torch.from_numpy(np.concatenate([r.tail_logprob for r in records])),
-        )
+    targets = _targets(tokens[positions + 1], [row.record for row in rows])
     return Batch(torch.from_numpy(tokens), layout, torch.from_numpy(positions), targets)
+
+
+def _targets(labels: np.ndarray, records: list[TopK | Sample | None]) -> Targets:
+    """Labels int64 [N] and the records of the same positions, padded to the widest row."""
+    if records[0] is None:
+        return Targets(torch.from_numpy(labels))
+    columns = [_columns(record) for record in records]
+    width = max(ids.shape[1] for ids, *_ in columns)
+    wide = [
+        (_widen(ids, width, ids[:, -1:]), _widen(logprobs, width, -np.inf), tail, kept)
+        for ids, logprobs, tail, kept in columns
+    ]
+    ids, logprobs, tail, kept = (np.concatenate(parts) for parts in zip(*wide, strict=True))
+    arrays = (labels, ids.astype(np.int64), logprobs, tail, kept.astype(np.int64))
+    return Targets(*map(torch.from_numpy, arrays))
+
+
+def _columns(record: TopK | Sample) -> tuple[np.ndarray, ...]:
+    """ids, logprobs, tail_logprob and kept; draws as the log of their shares, without a tail."""
+    if isinstance(record, TopK):
+        return record.ids, record.logprobs, record.tail_logprob, record.kept
+    with np.errstate(divide="ignore"):  # log 0 in the padding
+        shares = np.log(record.counts / record.counts.sum(1, keepdims=True)).astype(np.float32)
+    no_tail = np.full(len(shares), -np.inf, np.float32)
+    return record.ids, shares, no_tail, (record.counts > 0).sum(1)
+
+
+def _widen(array: np.ndarray, width: int, fill: np.ndarray | float) -> np.ndarray:
+    """[n, m] with columns of `fill` added up to `width`."""
+    wide = np.empty((len(array), width), array.dtype)
+    wide[:, : array.shape[1]] = array
+    wide[:, array.shape[1] :] = fill
+    return wide
 
 
 def training_batches(

@@ -1,4 +1,4 @@
-"""Command line of the teacher stage: make a cache, verify one, train a tokenizer.
+"""Command line of the teacher stage: make a cache, check, show and convert one; a tokenizer.
 
 Nothing heavy is imported before a command runs, so `--help` answers at once.
 """
@@ -48,15 +48,11 @@ def _repeatable_data(command: Any) -> Any:
 @_repeatable_data
 @setting_options(DumpConfig, "dump", default_preset="paper")
 @click.option(
-    "--out",
-    type=click.Path(path_type=Path, file_okay=False),
-    default="cache",
-    show_default=True,
-    help="Folder of the cache.",
+    "--out", default="cache", show_default=True, help="Folder or URL (s3://...) of the cache."
 )
 @click.option("--local_rank", type=int, hidden=True, help="Given by deepspeed; not needed.")
 @click.pass_context
-def main(ctx: click.Context, preset: str, out: Path, local_rank: int | None, **given: Any) -> None:
+def main(ctx: click.Context, preset: str, out: str, local_rank: int | None, **given: Any) -> None:
     """Run a teacher over text once and cache its top-k records as Parquet shards.
 
     Start it as it is, with torchrun or deepspeed (one process a GPU), or as a SLURM array: the
@@ -74,18 +70,74 @@ def main(ctx: click.Context, preset: str, out: Path, local_rank: int | None, **g
 
 
 @main.command()
-@click.argument("cache", type=click.Path(path_type=Path))
+@click.argument("cache")
+@click.option("--deep", is_flag=True, help="Also compute some rows with the teacher again.")
+@click.option("--teacher", help="Where the teacher is now; default as in the dump.")
 @click.option(
-    "--deep/--no-deep",
-    default=True,
+    "--rows",
+    type=click.IntRange(min=1),
+    default=16,
     show_default=True,
-    help="Read every page and check its checksum, not only the footers.",
+    help="Rows of each split that --deep computes.",
 )
-def verify(cache: Path, deep: bool) -> None:
-    """Check a cache and rebuild its manifest. Exit 3 names what is damaged, missing or foreign."""
-    from teacher_dump.dump import verify_cache
+def verify(cache: str, deep: bool, teacher: str | None, rows: int) -> None:
+    """Read every byte of CACHE and check it. Exit 3 and a table name what is wrong."""
+    from shared.store import open_store
+    from teacher_dump.verify import verify_cache, verify_deep
 
-    verify_cache(cache, deep)
+    verify_cache(open_store(cache))
+    if deep:
+        click.echo(verify_deep(open_store(cache), teacher, rows))
+
+
+@main.command()
+@click.argument("cache")
+def manifest(cache: str) -> None:
+    """Write CACHE/manifest.json again, from the shards' footers."""
+    from shared.cache import read_footers, summary, write_manifest
+    from shared.store import open_store
+
+    store = open_store(cache)
+    footers = read_footers(store)
+    write_manifest(store, footers)
+    click.echo("\n".join(summary(store, footers)))
+
+
+@main.command()
+@click.argument("cache")
+@click.option(
+    "--split",
+    type=click.Choice(["train", "validation"]),
+    default="train",
+    show_default=True,
+    help="Split to look into.",
+)
+@click.option(
+    "--rows",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Rows that the statistics are taken from.",
+)
+@click.option("--row", default=0, show_default=True, help="Row to show as text.")
+def inspect(cache: str, split: str, rows: int, row: int) -> None:
+    """Show what CACHE holds: sizes, entropy, kept mass, agreement with the text, one row."""
+    from shared.store import open_store
+    from teacher_dump.inspect_cache import inspect_cache
+
+    click.echo("\n".join(inspect_cache(open_store(cache), split, rows, row)))
+
+
+@main.command()
+@click.argument("cache")
+@click.option("--out", required=True, help="New folder or URL.")
+@click.option("--k", type=click.IntRange(min=1), help="Keep the best k ids of each position.")
+def export(cache: str, out: str, k: int | None) -> None:
+    """Write CACHE as Parquet files with plain list columns, for other programs."""
+    from shared.store import open_store
+    from teacher_dump.export_cache import export_cache
+
+    click.echo("\n".join(export_cache(open_store(cache), open_store(out), k)))
 
 
 @main.command()

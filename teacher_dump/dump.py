@@ -5,33 +5,39 @@ count; worker i of n makes every n-th shard; whoever sees all of them writes the
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from shared.cache import (
+    MANIFEST,
+    plan_shards,
+    read_footers,
+    shard_names,
+    summary,
+    write_manifest,
+)
+from shared.codec import MAX_VOCAB, QUANTISER
+from shared.distributed import worker
+from shared.errors import DamagedError, UnreadableError, UsageError, differences
+from shared.files import remove_stale
+from shared.progress import progress, say
+from shared.records import Row, Sample, TopK
+from shared.shardfile import (
     FORMAT_VERSION,
     GROUP_ROWS,
     Shard,
     check_shard,
     identity,
-    plan_shards,
     read_footer,
-    read_lengths,
-    shard_paths,
-    write_manifest,
     write_shard,
 )
-from shared.distributed import worker
-from shared.errors import DamagedError, UsageError, differences
-from shared.progress import progress, say
-from shared.records import Row, TopK
+from shared.sidecar import SIDECAR, check_owner, has_sidecar
+from shared.store import Store, open_store
 from teacher_dump import teacher as teachers
 from teacher_dump.config import DumpConfig
 from teacher_dump.corpus import (
@@ -43,6 +49,7 @@ from teacher_dump.corpus import (
     token_rows,
 )
 from teacher_dump.hub import is_hub_name, model_folder, offline_unless_reachable
+from teacher_dump.recording import row_uniforms, sample_records, topk_records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,29 +77,39 @@ class Job:
         ) + plan_shards("train", len(self.plan.train), self.config.shards)
 
 
-def dump(config: DumpConfig, out: Path) -> None:
-    """Make this worker's shards of the cache `out`; those that exist and verify are kept.
+def dump(config: DumpConfig, out: str | Path) -> None:
+    """Make this worker's shards of the cache `out`, a folder or URL; finished ones are kept.
 
     Raises UsageError for bad input, DamagedError if `out` holds something else; both before
     anything is written.
     """
     started = time.monotonic()
+    index, count = worker()
+    store = open_store(out)
     job = prepare(config)
     shards = job.shards()
-    check_folder(out, shards, job.fingerprint)
-    index, count = worker()
+    check_folder(store, shards, job.fingerprint)
+    if store.local is not None:
+        remove_stale(store.local)
     mine = shards[index::count]
-    missing = [shard for shard in mine if not _is_done(out / shard.name)]
-    if missing or not (out / teachers.SIDECAR).is_dir():
-        _make(job, out, mine, missing)
+    missing = [shard for shard in mine if not _is_done(store, shard.name)]
+    if missing or not has_sidecar(store):
+        _make(job, store, mine, missing)
     total = sum(shard.end_row - shard.first_row for shard in missing)
     say(
         f"worker {index} of {count}: made {len(missing)} of its {len(mine)} shards, "
         f"{total} rows, {time.monotonic() - started:.0f} s"
     )
-    if all((out / shard.name).is_file() for shard in shards):
-        for line in summary(out, write_manifest(out)):
-            click.echo(line)
+    try:
+        footers = read_footers(store)
+    except DamagedError as error:
+        if count == 1:
+            raise
+        say(f"not finished: {error.message}\n(other workers may be at it)")
+        return
+    write_manifest(store, footers)
+    for line in summary(store, footers):
+        click.echo(line)
 
 
 def prepare(config: DumpConfig) -> Job:
@@ -100,30 +117,30 @@ def prepare(config: DumpConfig) -> Job:
     names = [name for name in (config.teacher, config.tokenizer) if name is not None]
     if any(map(is_hub_name, names)) or any(map(is_hub_dataset, config.data.splitlines())):
         offline_unless_reachable()
-    topk = config.kind == "topk"
-    teacher_folder = model_folder(config.teacher, config.revision, weights=True) if topk else None
+    scored = config.kind != "tokens"
+    teacher_folder = model_folder(config.teacher, config.revision, weights=True) if scored else None
     tokenizer_folder = (
         model_folder(config.tokenizer, None, weights=False)
         if config.tokenizer is not None
         else teacher_folder or model_folder(config.teacher, config.revision, weights=False)
     )
     tokenizer = teachers.load_tokenizer(tokenizer_folder)
-    vocab_size = teachers.token_id_count(tokenizer)
+    token_ids = vocab_size = teachers.token_id_count(tokenizer)
     identity_of_teacher = dict.fromkeys(("name", "revision", "config_sha256", "weights_sha256"))
-    if topk:
+    if scored:
         identity_of_teacher = teachers.teacher_identity(
             teacher_folder, config.teacher, config.revision
         )
-        ids, vocab_size = vocab_size, teachers.vocab_size(teacher_folder)
-        if ids > vocab_size:
+        vocab_size = teachers.vocab_size(teacher_folder)
+        if token_ids > vocab_size:
             raise UsageError(
-                f"the tokenizer in {tokenizer_folder} has {ids} ids, the teacher's vocabulary only "
-                f"{vocab_size}: give the teacher's own tokenizer"
+                f"the tokenizer in {tokenizer_folder} has {token_ids} ids, the teacher's "
+                f"vocabulary only {vocab_size}: give the teacher's own tokenizer"
             )
-        if config.k >= vocab_size:
-            raise UsageError(
-                f"k: found {config.k}, expected less than the vocabulary, {vocab_size}"
-            )
+    if config.kind == "topk" and config.k >= token_ids:
+        raise UsageError(f"k: found {config.k}, expected less than the token ids, {token_ids}")
+    if vocab_size > MAX_VOCAB:
+        raise UsageError(f"found a vocabulary of {vocab_size}, expected at most {MAX_VOCAB}")
     say(f"reading the corpus {config.data.replace(chr(10), ' ')}")
     documents = load_documents(config.data, config.data_config, config.text_field)
     plan = plan_rows(
@@ -131,9 +148,9 @@ def prepare(config: DumpConfig) -> Job:
     )
     fingerprint = {
         "format": FORMAT_VERSION,
-        "kind": config.kind,
-        "k": config.k if topk else 0,
+        **_record_settings(config),
         "vocab_size": vocab_size,
+        "token_ids": token_ids,
         "teacher": identity_of_teacher,
         "tokenizer_sha256": teachers.tokenizer_sha256(tokenizer_folder),
         "corpus": {
@@ -144,10 +161,18 @@ def prepare(config: DumpConfig) -> Job:
         },
         "rows": {"train": len(plan.train), "validation": len(plan.validation)},
         "max_length": config.max_length,
-        "dtype": config.dtype if topk else None,
+        "dtype": config.dtype if scored else None,
         "versions": _versions(),
     }
     return Job(config, documents, plan, tokenizer, tokenizer_folder, teacher_folder, fingerprint)
+
+
+def _record_settings(config: DumpConfig) -> dict[str, Any]:
+    """The settings that decide this kind's records."""
+    names = {"topk": ("k", "min_prob", "top_p"), "sample": ("samples", "sample_seed"), "tokens": ()}
+    settings = {name: getattr(config, name) for name in names[config.kind]}
+    quantiser = {"quantiser": QUANTISER} if config.kind == "topk" else {}
+    return {"kind": config.kind, **settings, **quantiser}
 
 
 def _short(source: str) -> str:
@@ -162,78 +187,67 @@ def _versions() -> dict[str, str]:
     return {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def check_folder(out: Path, shards: list[Shard], fingerprint: dict[str, Any]) -> None:
-    """Raise if `out` holds anything but (a part of) the cache with this fingerprint and layout."""
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"{out} is a file: give another --out")
-    if not out.is_dir():
-        return
-    paths = shard_paths(out)
-    ours = {teachers.SIDECAR, "manifest.json"}
-    strange = [p for p in out.iterdir() if p.name not in ours and not p.name.startswith(".tmp-")]
-    if strange and not paths:
+def check_folder(store: Store, shards: list[Shard], fingerprint: dict[str, Any]) -> None:
+    """Raise if the folder holds anything but (a part of) the cache with this fingerprint."""
+    if store.local is not None and store.local.exists() and not store.local.is_dir():
+        raise UsageError(f"{store} is a file: give another --out")
+    names = shard_names(store)
+    ours = {SIDECAR, MANIFEST}
+    strange = [n for n in store.names() if n not in ours and not n.startswith(".tmp-")]
+    if strange and not names:
         raise UsageError(
-            f"{out} is not empty and no cache (it holds {strange[0].name}): give another --out"
+            f"{store} is not empty and no cache (it holds {strange[0]}): give another --out"
         )
-    planned = {shard.name: shard for shard in shards}
-    for path in paths:
-        footer = _footer(path)
-        if footer is not None and identity(footer["fingerprint"]) != identity(fingerprint):
+    planned = {shard.name for shard in shards}
+    for name in names:
+        try:
+            footer = read_footer(store, name)
+        except UnreadableError:
+            continue  # whose it was cannot be told; if it is one of ours it is made again
+        if identity(footer.fingerprint) != identity(fingerprint):
             raise DamagedError(
-                f"{path} is of another cache, nothing was written; give another --out\n"
-                + differences(identity(footer["fingerprint"]), identity(fingerprint))
+                f"{store.path(name)} is of another cache, nothing was written; give another --out\n"
+                + differences(identity(footer.fingerprint), identity(fingerprint))
             )
-        if path.name not in planned:
-            split, of = path.name.split("-")[0], path.stem.split("-")[-1]
+        if name not in planned:
+            split, found = footer.shard.split, footer.shard.count
             count = next(shard.count for shard in shards if shard.split == split)
             raise DamagedError(
-                f"{path}: found {int(of)} {split} shards, this command makes {count}, nothing was "
-                "written; give the same number or another --out"
+                f"{store.path(name)}: found {found} {split} shards, this command makes {count}, "
+                "nothing was written; give the same number or another --out"
             )
-    fault = teachers.sidecar_fault(out, fingerprint) if (out / teachers.SIDECAR).exists() else None
-    if fault:
-        raise DamagedError(f"{fault}\nnothing was written; give another --out or delete it")
+    if has_sidecar(store):
+        check_owner(store, fingerprint)
 
 
-def _footer(path: Path) -> dict[str, Any] | None:
-    """A shard's footer; None if the file is too damaged to tell. Raises for a foreign file."""
-    try:
-        return read_footer(path)
-    except DamagedError:
-        try:
-            pq.read_metadata(path)
-        except (OSError, ValueError, pa.ArrowException):
-            return None
-        raise
-
-
-def _is_done(path: Path) -> bool:
+def _is_done(store: Store, name: str) -> bool:
     """Whether the shard exists and verifies; says so if it has to be made again."""
-    if not path.is_file():
+    if not store.has(name):
         return False
     try:
-        check_shard(path)
-    except DamagedError as error:
-        click.echo(f"making {path.name} again: {error.message}", err=True)
+        check_shard(store, name)
+    except UnreadableError as error:
+        click.echo(f"{error.message}; making it again", err=True)
         return False
     return True
 
 
-def _make(job: Job, out: Path, mine: list[Shard], missing: list[Shard]) -> None:
+def _make(job: Job, store: Store, mine: list[Shard], missing: list[Shard]) -> None:
     """Load the teacher, write the sidecar if it is not there, and the missing shards."""
     teacher = None
     if job.teacher_folder is not None:
-        teacher = teachers.load_teacher(job.teacher_folder, job.config.dtype)
-    if not (out / teachers.SIDECAR).is_dir():
-        teachers.write_sidecar(
-            out, job.fingerprint, job.tokenizer_folder, job.teacher_folder, teacher
+        token_ids = job.fingerprint["token_ids"]
+        teacher = teachers.load_teacher(job.teacher_folder, job.config.dtype, token_ids)
+    if not has_sidecar(store):
+        teachers.write_teacher_sidecar(
+            store, job.fingerprint, job.tokenizer_folder, job.teacher_folder, teacher
         )
     rows = {False: 0, True: 0}
     for shard in mine:
         rows[shard in missing] += shard.end_row - shard.first_row
     with progress("rows", sum(rows.values()), done=rows[False]) as advance:
         for shard in missing:
-            write_shard(out, shard, job.fingerprint, _groups(job, teacher, shard, advance))
+            write_shard(store, shard, job.fingerprint, _groups(job, teacher, shard, advance))
 
 
 def _groups(
@@ -242,8 +256,9 @@ def _groups(
     """The rows of `shard` in groups of GROUP_ROWS."""
     started, tokens = time.monotonic(), 0
     for first, window in _windows(job, shard):
-        records = _records(job.config, teacher, window)
-        rows = [Row(first + i, *pair) for i, pair in enumerate(zip(window, records, strict=True))]
+        numbers = range(first, first + len(window))
+        records = make_records(job.config, teacher, shard.split, numbers, window)
+        rows = [Row(*parts) for parts in zip(numbers, window, records, strict=True)]
         for start in range(0, len(rows), GROUP_ROWS):
             yield rows[start : start + GROUP_ROWS]
         tokens += sum(map(len, window))
@@ -265,68 +280,35 @@ def _windows(job: Job, shard: Shard) -> Iterator[tuple[int, list[np.ndarray]]]:
             window = []
 
 
-def _records(
-    config: DumpConfig, teacher: teachers.Teacher | None, window: list[np.ndarray]
-) -> list[TopK | None]:
-    """Records of the window's rows, in its order; batches of similar length, longest first."""
-    records: list[TopK | None] = [None] * len(window)
+def make_records(
+    config: DumpConfig,
+    teacher: teachers.Teacher | None,
+    split: str,
+    numbers: Sequence[int],
+    window: list[np.ndarray],
+) -> list[TopK | Sample | None]:
+    """Records of rows (their numbers and tokens), in their order, in batches of similar length.
+
+    The longest batch comes first: if one is too large, that shows at once.
+    """
+    records: list[TopK | Sample | None] = [None] * len(window)
     if teacher is None:
         return records
     order = sorted(range(len(window)), key=lambda i: -len(window[i]))
     while order:
-        size = max(1, config.batch_tokens // len(window[order[0]]))
+        size = max(1, config.batch_tokens // max(1, len(window[order[0]])))
         batch, order = order[:size], order[size:]
         rows = [window[i] for i in batch]
-        made = teachers.records(teacher, rows, config.k, config.head_positions)
+        if config.kind == "topk":
+            made = topk_records(teacher, rows, config.k, config.head_positions)
+            made = [record.truncate(config.min_prob, config.top_p) for record in made]
+        else:
+            positions = {i: max(0, len(window[i]) - 1) for i in batch}
+            uniforms = [
+                row_uniforms(config.sample_seed, split, numbers[i], positions[i], config.samples)
+                for i in batch
+            ]
+            made = sample_records(teacher, rows, uniforms, config.head_positions)
         for i, record in zip(batch, made, strict=True):
             records[i] = record
     return records
-
-
-def verify_cache(folder: Path, deep: bool) -> None:
-    """Check all of a cache, rewrite its manifest, print a line per split. Raises DamagedError.
-
-    `deep` reads every page and checks its checksum; otherwise only the footers are read.
-    """
-    if not folder.is_dir():
-        raise UsageError(f"no cache at {folder}: make one with teacher-dump --out {folder}")
-    faults = []
-    for path in shard_paths(folder):
-        try:
-            check_shard(path) if deep else read_footer(path)
-        except DamagedError as error:
-            faults.append(error.message)
-    if faults:
-        raise DamagedError("\n".join(faults))
-    manifest = write_manifest(folder)
-    for split, rows in manifest["fingerprint"]["rows"].items():
-        found = _rows(manifest, split)
-        if found != rows:
-            raise DamagedError(
-                f"{folder}: found {found} {split} rows, expected {rows}: run the same "
-                "teacher-dump again, it makes only what is missing"
-            )
-    fault = teachers.sidecar_fault(folder, manifest["fingerprint"])
-    if fault:
-        raise DamagedError(fault)
-    for line in summary(folder, manifest):
-        click.echo(line)
-
-
-def _rows(manifest: dict[str, Any], split: str) -> int:
-    entries = [entry for entry in manifest["shards"] if entry["split"] == split]
-    return sum(entry["end_row"] - entry["first_row"] for entry in entries)
-
-
-def summary(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """One line per split: rows, tokens, bytes, bytes per token."""
-    lines = []
-    for split in ("train", "validation"):
-        entries = [entry for entry in manifest["shards"] if entry["split"] == split]
-        tokens = sum(int(read_lengths(folder / entry["name"]).sum()) for entry in entries)
-        size = sum(entry["bytes"] for entry in entries)
-        lines.append(
-            f"{folder} {split}: {len(entries)} shards, {_rows(manifest, split)} rows, "
-            f"{tokens} tokens, {size} bytes, {size / max(1, tokens):.1f} bytes/token"
-        )
-    return lines

@@ -1,30 +1,27 @@
-"""The teacher and its tokenizer: loading, top-k records, and what the student gets beside them.
+"""The teacher and its tokenizer: loading, identity, logits, and what the student gets from them.
 
 The layers compute in the dtype asked for; the head product and everything after it is float32,
 because a bfloat16 product ties a third of neighbouring ids and costs 2e-4 nats.
 """
 
 import json
-import os
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from shared.distributed import ranks
-from shared.errors import UsageError, differences
-from shared.files import replacing, sha256_files
-from shared.records import TopK
+from shared.errors import UsageError
+from shared.files import sha256_files
+from shared.sidecar import WEIGHTS, write_sidecar
+from shared.store import Store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SIDECAR = "teacher"
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -41,18 +38,17 @@ HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 
 @dataclass(frozen=True)
 class Teacher:
-    """A frozen language model, cut where its head begins."""
+    """A frozen language model, cut where its head begins.
+
+    Heads are padded to round numbers (Qwen3: 151 936 rows for 151 669 ids). The rows above the
+    tokenizer's ids are left out here: no record names one, and probabilities sum to 1 without them.
+    """
 
     model: nn.Module
     decoder: nn.Module  # everything below the head, final norm included
-    head: torch.Tensor  # float32 [vocab, width]
-    bias: torch.Tensor | None  # float32 [vocab]
+    head: torch.Tensor  # float32 [token ids, width]
+    bias: torch.Tensor | None  # float32 [token ids]
     device: torch.device
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the head; it may exceed the tokenizer's ids."""
-        return self.head.shape[0]
 
 
 # Tokenizer
@@ -123,38 +119,24 @@ def vocab_size(folder: Path) -> int:
     return size
 
 
-def write_sidecar(
-    out: Path,
+def write_teacher_sidecar(
+    cache: Store,
     fingerprint: dict[str, Any],
     tokenizer_folder: Path,
     teacher_folder: Path | None,
     teacher: Teacher | None,
 ) -> None:
-    """Write `out`/teacher, whole or not at all; another worker may be first.
-
-    The tokenizer's files; with a teacher also its config.json and teacher.safetensors:
-    `embed_tokens.weight` and `lm_head.weight` [vocab, width], `norm.weight` [width].
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out, prefix=".tmp-") as temporary:
-        folder = Path(temporary) / SIDECAR
-        copies = tokenizer_files(tokenizer_folder)
-        if teacher is not None:
-            copies = [*copies, teacher_folder / "config.json"]
-        for path in copies:
-            with replacing(folder / path.name) as copy:
-                shutil.copyfile(path, copy)
+    """Write what a student needs beside the shards; see shared/sidecar.py for the files."""
+    files = tokenizer_files(tokenizer_folder)
+    with tempfile.TemporaryDirectory() as temporary:
         if teacher is not None:
             from safetensors.torch import save_file
 
-            with replacing(folder / "teacher.safetensors") as file:
-                save_file(_ends(teacher), file, {**fingerprint["teacher"], "revision": ""})
-                file.chmod(0o644)  # safetensors makes private files
-        try:
-            os.rename(folder, out / SIDECAR)
-        except OSError:
-            if not (out / SIDECAR).is_dir():
-                raise
+            weights = Path(temporary) / WEIGHTS
+            save_file(_ends(teacher), weights)
+            weights.chmod(0o644)  # safetensors makes private files
+            files += [teacher_folder / "config.json", weights]
+        write_sidecar(cache, fingerprint, files)
 
 
 def _ends(teacher: Teacher) -> dict[str, torch.Tensor]:
@@ -187,34 +169,14 @@ def _final_gain(decoder: nn.Module) -> torch.Tensor:
     return norm.weight if same else effect
 
 
-def sidecar_fault(out: Path, fingerprint: dict[str, Any]) -> str | None:
-    """What is wrong with `out`/teacher for a cache with this fingerprint; None if nothing is."""
-    folder = out / SIDECAR
-    if not folder.is_dir():
-        return f"{folder} is missing: run the same teacher-dump again, it makes what is missing"
-    found: dict[str, Any] = {"tokenizer_sha256": tokenizer_sha256(folder)}
-    if fingerprint["kind"] == "topk":
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(folder / "teacher.safetensors", "pt") as file:
-                found["weights_sha256"] = file.metadata()["weights_sha256"]
-            found["config_sha256"] = sha256_files([folder / "config.json"])
-        except (OSError, SafetensorError, KeyError, TypeError) as error:
-            return f"{folder} is damaged ({error}): delete it and run the same teacher-dump again"
-    expected = {key: fingerprint.get(key, fingerprint["teacher"].get(key)) for key in found}
-    if found != expected:
-        return f"{folder} belongs to another cache:\n{differences(found, expected)}"
-    return None
-
-
 # Model
 
 
-def load_teacher(folder: Path, dtype: str) -> Teacher:
+def load_teacher(folder: Path, dtype: str, token_ids: int) -> Teacher:
     """Load the teacher in `folder` on this worker's device, frozen.
 
-    `dtype`: `float32` or `bfloat16`. Raises UsageError if its logits are not head(hidden).
+    `dtype`: `float32` or `bfloat16`; `token_ids`: how many ids the tokenizer has.
+    Raises UsageError if its logits are not head(hidden).
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -239,10 +201,9 @@ def load_teacher(folder: Path, dtype: str) -> Teacher:
     decoder = model.base_model
     if output is None or decoder is model:
         raise UsageError(f"{folder} is no causal language model with a head: found {type(model)}")
-    bias = getattr(output, "bias", None)
-    teacher = Teacher(
-        model, decoder, output.weight.float(), None if bias is None else bias.float(), device
-    )
+    head, bias = output.weight[:token_ids], getattr(output, "bias", None)
+    bias = None if bias is None else bias[:token_ids].float()
+    teacher = Teacher(model, decoder, head.float(), bias, device)
     check_head(teacher)
     return teacher
 
@@ -253,9 +214,9 @@ def check_head(teacher: Teacher) -> None:
 
     Compared on a few tokens, relative to the largest logit.
     """
-    ids = torch.arange(min(16, teacher.vocab_size), device=teacher.device)[None]
-    theirs = teacher.model(input_ids=ids).logits.float()
-    ours = _logits(teacher, teacher.decoder(input_ids=ids).last_hidden_state)
+    ids = torch.arange(min(16, len(teacher.head)), device=teacher.device)[None]
+    theirs = teacher.model(input_ids=ids).logits[..., : len(teacher.head)].float()
+    ours = head_logits(teacher, teacher.decoder(input_ids=ids).last_hidden_state)
     error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
     tolerance = HEAD_TOLERANCE[teacher.model.dtype]
     if not error <= tolerance:
@@ -266,45 +227,6 @@ def check_head(teacher: Teacher) -> None:
         )
 
 
-def _logits(teacher: Teacher, hidden: torch.Tensor) -> torch.Tensor:
-    """float32 logits [..., vocab] of hidden states [..., width]."""
+def head_logits(teacher: Teacher, hidden: torch.Tensor) -> torch.Tensor:
+    """float32 logits [..., token ids] of hidden states [..., width]."""
     return nn.functional.linear(hidden.float(), teacher.head, teacher.bias)
-
-
-@torch.inference_mode()
-def records(teacher: Teacher, rows: list[np.ndarray], k: int, head_positions: int) -> list[TopK]:
-    """Top-k records of token rows (int32 [T]), one padded batch; a row has T - 1 records.
-
-    `head_positions` bounds how many full-vocabulary logit vectors exist at once.
-    Raises UsageError if the teacher's logits are not finite.
-    """
-    counts = [max(0, len(row) - 1) for row in rows]
-    width = max(len(row) for row in rows)
-    ids = np.zeros((len(rows), width), dtype=np.int64)
-    mask = np.zeros((len(rows), width), dtype=np.int64)
-    scored = np.zeros((len(rows), width), dtype=bool)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)], mask[i, : len(row)], scored[i, : counts[i]] = row, 1, True
-    ids, mask, scored = (torch.from_numpy(a).to(teacher.device) for a in (ids, mask, scored))
-    hidden = teacher.decoder(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[
-        scored
-    ]
-    parts = [_top_k(teacher, chunk, k) for chunk in hidden.split(head_positions)]
-    joined = [np.concatenate(columns) for columns in zip(*parts, strict=True)]
-    if not np.isfinite(joined[3]).all():
-        raise UsageError(
-            "the teacher's logits are not finite (overflow or broken weights): try --dtype float32"
-        )
-    edges = np.cumsum(counts)[:-1]
-    return [TopK(*row) for row in zip(*(np.split(a, edges) for a in joined), strict=True)]
-
-
-def _top_k(teacher: Teacher, hidden: torch.Tensor, k: int) -> tuple[np.ndarray, ...]:
-    """TopK's four arrays for hidden states [positions, width]."""
-    logits = _logits(teacher, hidden)
-    top, ids = logits.topk(k, dim=-1)
-    logsumexp = logits.logsumexp(dim=-1)
-    # The tail from the other logits themselves: 1 - sum(top) would be rounding noise.
-    tail = logits.scatter_(-1, ids, -torch.inf).logsumexp(dim=-1) - logsumexp
-    arrays = (ids.int(), top - logsumexp[:, None], tail, logsumexp)
-    return tuple(array.cpu().numpy() for array in arrays)

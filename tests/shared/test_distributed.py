@@ -3,6 +3,7 @@
 import pytest
 
 from shared.distributed import Ranks, ranks, worker
+from shared.errors import UsageError
 from shared.progress import progress, say
 
 NAMES = (
@@ -13,6 +14,7 @@ NAMES = (
     "SLURM_STEP_NUM_TASKS",
     "SLURM_LOCALID",
     "SLURM_ARRAY_TASK_MIN",
+    "SLURM_ARRAY_TASK_MAX",
     "SLURM_ARRAY_TASK_ID",
     "SLURM_ARRAY_TASK_COUNT",
 )
@@ -52,6 +54,7 @@ def test_workers_of_an_array_are_numbered_through(env):
                 RANK=rank,
                 WORLD_SIZE=2,
                 SLURM_ARRAY_TASK_MIN=10,
+                SLURM_ARRAY_TASK_MAX=12,
                 SLURM_ARRAY_TASK_ID=task,
                 SLURM_ARRAY_TASK_COUNT=3,
             )
@@ -59,6 +62,17 @@ def test_workers_of_an_array_are_numbered_through(env):
             assert count == 6
             seen.add(index)
     assert seen == set(range(6))
+
+
+def test_an_array_with_gaps_is_refused(env):
+    env(
+        SLURM_ARRAY_TASK_MIN=10,
+        SLURM_ARRAY_TASK_MAX=14,
+        SLURM_ARRAY_TASK_ID=12,
+        SLURM_ARRAY_TASK_COUNT=3,
+    )
+    with pytest.raises(UsageError, match="3 tasks numbered 10 to 14, expected no gaps"):
+        worker()
 
 
 def test_only_rank_0_speaks(env, capsys):

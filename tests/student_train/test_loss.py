@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from student_train import loss as loss_module
 from student_train.loss import DistillHead, LossWeights, Targets
 
 WEIGHTS = [LossWeights(0.7, 0.3, 1.0), LossWeights(0.7, 0.3, 2.0), LossWeights(1.3, 0.0, 0.5)]
@@ -19,7 +20,11 @@ def planted(n=37, d=16, v=50, k=5, scale=1.0, seed=0):
     logprobs, ids = teacher.topk(k)
     tail = teacher.scatter(1, ids, -torch.inf).logsumexp(1)
     labels = torch.randint(v, (n,), generator=generator)
-    return randn(n, d) * scale, randn(v, d), Targets(labels, ids, logprobs, tail)
+    return randn(n, d) * scale, randn(v, d), Targets(labels, ids, logprobs, tail, full(n, k))
+
+
+def full(n, k):
+    return torch.full((n,), k)
 
 
 def reference(hidden, weight, targets, weights):
@@ -55,9 +60,7 @@ def fused(targets, weights, chunk, scale=1.0):
 
 
 def single(targets):
-    return Targets(
-        targets.labels, targets.ids, targets.logprobs.float(), targets.tail_logprob.float()
-    )
+    return targets.map(lambda field: field.float() if field.dtype == torch.float64 else field)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -80,6 +83,63 @@ def test_a_saturated_student_keeps_finite_exact_gradients(weights):
         assert (a.double() - b).norm() <= 1e-5 * b.norm()
 
 
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_positions_with_fewer_ids_equal_the_reference_without_padding(weights):
+    hidden, weight, targets = planted(k=6)
+    kept = torch.arange(len(hidden)) % 6 + 1
+    dropped = torch.arange(6) >= kept[:, None]
+    rest = targets.logprobs.masked_fill(~dropped, -torch.inf).logsumexp(1)
+    tail = torch.logaddexp(targets.tail_logprob, rest)
+    ids = torch.where(dropped, targets.ids[:, :1], targets.ids)
+    garbage = targets.logprobs.masked_fill(dropped, 7.0)  # the padding's value does not matter
+
+    def one_by_one(h, w):
+        parts = []
+        for i, m in enumerate(kept.tolist()):
+            one = slice(i, i + 1)
+            exact = Targets(targets.labels[one], ids[one, :m], garbage[one, :m], tail[one])
+            parts.append(reference(h[one], w, exact, weights))
+        return tuple(torch.stack(column).sum() for column in zip(*parts, strict=True))
+
+    expected = gradients(one_by_one, hidden, weight)
+    padded = single(Targets(targets.labels, ids, garbage, tail, kept))
+    loss, kd, ce, *grads = gradients(fused(padded, weights, 10), hidden.float(), weight.float())
+    for a, b in zip((loss, kd.sum(), ce.sum(), *grads), expected, strict=True):
+        assert (a.double() - b).norm() <= 1e-5 * b.norm()
+
+
+def test_draws_give_an_unbiased_gradient_of_the_full_kl():
+    hidden, weight, _ = planted(n=1, v=8)
+    teacher = torch.tensor([0.5, 0.2, 0.1, 0.1, 0.05, 0.05, 0.0, 0.0], dtype=torch.float64)
+    q = (hidden @ weight.T).softmax(1)
+    expected = (q - teacher) @ weight  # d KL(teacher || q) / d hidden
+    label, no_tail = torch.tensor([0]), torch.tensor([-torch.inf])
+    total = torch.zeros_like(expected)
+    # Every outcome of two draws, weighted by its probability.
+    for i in range(6):
+        for j in range(6):
+            shares = torch.tensor([[1.0]] if i == j else [[0.5, 0.5]]).log()
+            ids = torch.tensor([[i]] if i == j else [[i, j]])
+            targets = Targets(label, ids, shares, no_tail, full(1, ids.shape[1]))
+            grad = gradients(
+                fused(targets, LossWeights(1, 0, 1), 8), hidden.float(), weight.float()
+            )
+            total += teacher[i] * teacher[j] * grad[3]
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_without_gradients_none_is_formed(monkeypatch):
+    hidden, weight, targets = planted()
+    head = DistillHead(weight.shape[1], weight.shape[0], 8)
+    asked = []
+    real = loss_module._chunk
+    monkeypatch.setattr(loss_module, "_chunk", lambda *a: asked.append(a[3]) or real(*a))
+    with torch.no_grad():
+        head(hidden.float(), single(targets), WEIGHTS[0], 1.0)
+    head(hidden.float(), single(targets), WEIGHTS[0], 1.0)
+    assert asked == [False] * 5 + [True] * 5
+
+
 def test_at_tau_one_it_is_the_kl_on_k_plus_one_buckets():
     hidden, weight, targets = planted()
     q = (hidden @ weight.T).log_softmax(1)
@@ -95,7 +155,7 @@ def test_a_student_equal_to_its_teacher_has_no_distillation_loss():
     q = (hidden @ weight.T).log_softmax(1)
     logprobs, ids = q.topk(5)
     tail = q.scatter(1, ids, -torch.inf).logsumexp(1)
-    same = Targets(targets.labels, ids, logprobs, tail)
+    same = Targets(targets.labels, ids, logprobs, tail, targets.kept)
     _, kd, _ = fused(single(same), LossWeights(1, 0, 1), 8)(hidden.float(), weight.float())
     assert kd.abs().max() < 1e-5
 
@@ -147,6 +207,7 @@ def test_float16_storage_that_sums_above_one_stays_non_negative():
         targets.ids,
         targets.logprobs.half().float() + 1e-3,
         targets.tail_logprob.float(),
+        targets.kept,
     )
     _, kd, _ = fused(rounded, LossWeights(1, 0, 1), 8)(hidden.float(), weight.float())
     assert (kd >= 0).all()

@@ -1,11 +1,22 @@
 """The data order is a pure function, its batches are aligned, and its thread reports errors."""
 
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 
-from shared.cache import CacheReader, shard_paths
+from shared.cache import CacheReader, plan_shards
 from shared.errors import DamagedError
+from shared.records import Row, Sample
+from shared.shardfile import FORMAT_VERSION, GROUP_ROWS, write_shard
+from shared.store import open_store
 from student_train.stream import EpochOrders, collate, epoch_order, step_rows, training_batches
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 5000])
@@ -54,20 +65,69 @@ def test_ranks_and_micro_batches_only_slice_a_step(cache_dir):
     assert sorted(np.concatenate(tokens)) == sorted(alone.tokens.numpy())
 
 
-def test_each_row_group_is_decoded_once_per_epoch(cache_dir, monkeypatch):
-    reader = CacheReader(cache_dir, "train")
-    decoded = []
-    real = reader._decode
-    monkeypatch.setattr(reader, "_decode", lambda s, g: decoded.append((s, g)) or real(s, g))
-    steps = range(len(reader) // 4)
-    for _ in training_batches(reader, 0, steps, 4, 4, 0, 1):
+def test_each_row_group_is_fetched_once_per_epoch(tmp_path, monkeypatch):
+    """Also with more groups than the reader keeps."""
+    rows = 64 * 70 + 10
+    fingerprint = {
+        "format": FORMAT_VERSION, "kind": "tokens", "vocab_size": 9, "rows": {"train": rows},
+    }  # fmt: skip
+    token_rows = [Row(n, np.full(2 + n % 3, n % 9, np.int32), None) for n in range(rows)]
+    for shard in plan_shards("train", rows, 3):
+        groups = range(shard.first_row, shard.end_row, GROUP_ROWS)
+        chunks = [token_rows[n : min(n + GROUP_ROWS, shard.end_row)] for n in groups]
+        write_shard(open_store(tmp_path), shard, fingerprint, chunks)
+    reader = CacheReader(tmp_path, "train")
+    fetched = []
+    real = reader._fetch
+    monkeypatch.setattr(reader, "_fetch", lambda s, g: fetched.append((s, g)) or real(s, g))
+    for _ in training_batches(reader, 0, range(rows // 10), 10, 10, 0, 1):
         pass
-    assert len(decoded) == len(set(decoded)) >= 4
+    assert len(fetched) == len(set(fetched)) == 71
+
+
+def test_rows_of_other_widths_are_padded_with_ids_they_hold(cache_dir):
+    reader = CacheReader(cache_dir, "train")
+    rows = [reader.row(n) for n in (3, 0, 11)]
+    cut = [replace(row, record=row.record.keep(k)) for row, k in zip(rows, (2, 5, 1), strict=True)]
+    targets = collate(cut).targets
+    kept = np.concatenate([row.record.kept for row in cut])
+    np.testing.assert_array_equal(targets.kept, kept)
+    assert targets.ids.shape == (len(kept), 5)
+    whole = np.concatenate([row.record.ids for row in rows])
+    for i, m in enumerate(kept):
+        assert targets.ids[i, :m].tolist() == whole[i, :m].tolist()
+        assert set(targets.ids[i, m:].tolist()) <= set(whole[i, :m].tolist())
+        assert torch.isfinite(targets.logprobs[i, :m]).all()
+
+
+def test_draws_become_shares_without_a_tail():
+    sample = Sample(np.array([[4, 7, 4], [2, 3, 9]], np.int32), np.array([[3, 1, 0], [1, 1, 2]]))
+    row = Row(0, np.array([1, 2, 3], np.int32), sample)
+    targets = collate([row]).targets
+    assert targets.kept.tolist() == [2, 3]
+    expected = [[0.75, 0.25, 0.0], [0.25, 0.25, 0.5]]
+    torch.testing.assert_close(targets.logprobs.exp(), torch.tensor(expected))
+    assert targets.tail_logprob.tolist() == [-np.inf] * 2
+
+
+@pytest.mark.parametrize("end", ["break", "raise ValueError", "sys.exit()"])
+def test_a_process_that_stops_reading_ends_by_itself(cache_dir, end):
+    script = (
+        "import sys\n"
+        "from shared.cache import CacheReader\n"
+        "from student_train.stream import training_batches\n"
+        f"reader = CacheReader({str(cache_dir)!r}, 'train')\n"
+        "batches = training_batches(reader, 0, range(10**6), 4, 4, 0, 1)\n"
+        "for batch in batches:\n"
+        f"    {end}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True)
+    assert done.returncode == (1 if "raise" in end else 0), done.stderr
 
 
 def test_a_damaged_page_stops_training_with_its_error(cache):
     reader = CacheReader(cache, "train")
-    path = shard_paths(cache)[0]
+    path = cache / "train-00000-of-00002.parquet"
     content = bytearray(path.read_bytes())
     middle = len(content) // 3
     content[middle : middle + 64] = bytes(64)

@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from shared.cache import shard_paths
 from shared.config import load_preset
 from teacher_dump.cli import main
 
 ROOT = Path(__file__).parents[2]
+
+
+def shard_paths(folder):
+    return sorted(folder.glob("[tv]*.parquet"))
 
 
 def run(*args):
@@ -87,9 +90,37 @@ def test_dump_then_verify(small, tmp_path):
     assert done.exit_code == 3
     assert shard.name in done.output
     shard.unlink()
-    done = run("verify", tmp_path / "cache", "--no-deep")
+    done = run("verify", tmp_path / "cache")
+    assert done.exit_code == 3
+    assert [line.split()[-1] for line in done.output.splitlines() if shard.name in line] == [
+        "missing"
+    ]
+    done = run("manifest", tmp_path / "cache")
     assert done.exit_code == 3
     assert f"missing {shard.name}" in done.output
+
+
+def test_manifest_inspect_export_and_deep(small, teacher_dir, tmp_path):
+    assert run(*small).exit_code == 0
+    cache = tmp_path / "cache"
+    written = (cache / "manifest.json").read_bytes()
+    (cache / "manifest.json").write_text("{")
+    done = run("manifest", cache)
+    assert done.exit_code == 0
+    assert (cache / "manifest.json").read_bytes() == written
+    done = run("verify", cache, "--deep", "--teacher", teacher_dir, "--rows", 3)
+    assert done.exit_code == 0, done.output
+    assert "6 rows computed again: KL mean" in done.output
+    done = run("inspect", cache, "--rows", 5, "--row", 2)
+    assert done.exit_code == 0, done.output
+    assert "entropy" in done.output
+    done = run("export", cache, "--out", tmp_path / "plain", "--k", 4)
+    assert done.exit_code == 0, done.output
+    assert len(shard_paths(tmp_path / "plain")) == 3
+    assert run("export", cache, "--out", tmp_path / "plain").exit_code == 2
+    for command in ("verify", "manifest", "inspect"):
+        done = run(command, tmp_path / "none")
+        assert (done.exit_code, "no cache at" in done.output) == (2, True)
 
 
 def test_data_takes_several_files(small, tmp_path):
@@ -122,8 +153,13 @@ def broken_teacher(folder, source, without):
         (["--teacher", "{tmp}/absent"], "no directory"),
         (["--teacher", "{tmp}"], "has no tokenizer"),
         (["--shards", "21"], "21 train shards for 20 rows: expected 1 to 20"),
-        (["--k", "320"], "k: found 320, expected less than the vocabulary, 320"),
+        (["--k", "300"], "k: found 300, expected less than the token ids, 300"),
         (["--k", "0"], "k: found 0, expected at least 1"),
+        (["--k", "70000"], "k: found 70000, expected at most 65535"),
+        (["--min-prob", "1.5"], "min_prob: found 1.5, expected between 0 and 1"),
+        (["--kind", "sample", "--top-p", "0.9"], "top_p is for kind topk, found kind sample"),
+        (["--kind", "sample", "--samples", "0"], "samples: found 0, expected at least 1"),
+        (["--out", "nowhere://bucket/cache"], "no file system for this URL"),
         (["--max-length", "1"], "max_length: found 1, expected at least 2"),
         (["--validation-fraction", "1.5"], "expected between 0 and 1"),
         (["--validation-fraction", "1e-9"], "no validation rows: 240 documents"),

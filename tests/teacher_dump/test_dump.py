@@ -14,11 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from shared.cache import CacheReader, check_shard, read_footer, shard_paths
+from shared.cache import CacheReader
 from shared.errors import DamagedError, UsageError
+from shared.shardfile import check_shard, read_footer
+from shared.store import open_store
 from teacher_dump.corpus import load_documents, plan_rows, token_rows
-from teacher_dump.dump import dump, verify_cache
-from teacher_dump.teacher import load_teacher, load_tokenizer, records
+from teacher_dump.dump import dump
+from teacher_dump.recording import topk_records
+from teacher_dump.teacher import load_teacher, load_tokenizer
+from teacher_dump.verify import verify_cache
 
 ROOT = Path(__file__).parents[2]
 SPLITS = ("train", "validation")
@@ -36,6 +40,14 @@ def start(command, **env):
     return subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True)
 
 
+def shard_paths(folder):
+    return sorted(folder.glob("[tv]*.parquet"))
+
+
+def verify(folder):
+    return verify_cache(open_store(folder))
+
+
 def assert_same_contents(folder, expected):
     for split in SPLITS:
         left, right = CacheReader(folder, split), CacheReader(expected, split)
@@ -44,9 +56,11 @@ def assert_same_contents(folder, expected):
             a, b = left.row(number), right.row(number)
             assert a.number == b.number == number
             np.testing.assert_array_equal(a.tokens, b.tokens)
-            np.testing.assert_allclose(a.record.logprobs, b.record.logprobs, rtol=2e-3, atol=1e-4)
-            np.testing.assert_allclose(a.record.tail_logprob, b.record.tail_logprob, atol=1e-4)
-            np.testing.assert_allclose(a.record.logsumexp, b.record.logsumexp, atol=1e-4)
+            # Rounding of the logits may tip a value over to the next step of 1/32 nat.
+            for name in ("logprobs", "tail_logprob", "logsumexp"):
+                left_values, right_values = getattr(a.record, name), getattr(b.record, name)
+                np.testing.assert_allclose(left_values, right_values, atol=1 / 32)
+                assert (left_values == right_values).mean() > 0.95 or left_values.size < 100
 
 
 def test_cache_holds_the_plans_rows_and_the_teachers_records(dump_config, cache_dir):
@@ -54,7 +68,7 @@ def test_cache_holds_the_plans_rows_and_the_teachers_records(dump_config, cache_
     documents = load_documents(config.data, None, "text")
     plan = plan_rows(documents, config.validation_fraction, None, None)
     tokenizer = load_tokenizer(Path(config.teacher))
-    teacher = load_teacher(Path(config.teacher), "float32")
+    teacher = load_teacher(Path(config.teacher), "float32", 300)
     for split in SPLITS:
         numbers = getattr(plan, split)
         reader = CacheReader(cache_dir, split)
@@ -64,9 +78,10 @@ def test_cache_holds_the_plans_rows_and_the_teachers_records(dump_config, cache_
             row = reader.row(number)
             assert row.number == number
             np.testing.assert_array_equal(row.tokens, rows[number])
-            (record,) = records(teacher, [rows[number]], config.k, 1000)
-            np.testing.assert_allclose(row.record.logprobs, record.logprobs, rtol=2e-3, atol=1e-4)
-            np.testing.assert_allclose(row.record.logsumexp, record.logsumexp, atol=1e-4)
+            (record,) = topk_records(teacher, [rows[number]], config.k, 1000)
+            for name in ("logprobs", "tail_logprob", "logsumexp"):
+                found, expected = getattr(row.record, name), getattr(record, name)
+                np.testing.assert_allclose(found, expected, atol=1 / 64 + 1e-4)
     assert max(reader.lengths) <= config.max_length
 
 
@@ -82,13 +97,16 @@ def test_the_folder_holds_shards_manifest_and_sidecar_only(cache_dir):
 
 
 def test_fingerprint_says_what_made_the_cache_and_no_path(cache_dir, dump_config):
-    fingerprint = read_footer(shard_paths(cache_dir)[0])["fingerprint"]
+    fingerprint = read_footer(open_store(cache_dir), shard_paths(cache_dir)[0].name).fingerprint
     assert fingerprint["teacher"]["name"] == "teacher"
     assert fingerprint["corpus"]["name"] == "documents.jsonl"
     assert fingerprint["corpus"]["documents"] == 240
     assert sum(fingerprint["rows"].values()) == 240
-    assert (fingerprint["k"], fingerprint["vocab_size"]) == (8, 320)
-    assert "/" not in json.dumps(fingerprint)
+    assert (fingerprint["k"], fingerprint["vocab_size"], fingerprint["token_ids"]) == (8, 320, 300)
+    assert (fingerprint["min_prob"], fingerprint["top_p"]) == (None, None)
+    assert "1/32" in fingerprint["quantiser"]
+    assert fingerprint["versions"]["torch"] == torch.__version__
+    assert "/" not in json.dumps(fingerprint).replace("1/32", "")
 
 
 def test_sidecar_gives_the_teachers_logits_without_the_teacher(cache_dir, dump_config):
@@ -101,7 +119,7 @@ def test_sidecar_gives_the_teachers_logits_without_the_teacher(cache_dir, dump_c
         "lm_head.weight": (320, 32),
         "norm.weight": (32,),
     }
-    model = load_teacher(Path(dump_config.teacher), "float32").model
+    model = load_teacher(Path(dump_config.teacher), "float32", 300).model
     torch.testing.assert_close(side["lm_head.weight"], model.lm_head.weight, rtol=0, atol=0)
     torch.testing.assert_close(
         side["embed_tokens.weight"], model.model.embed_tokens.weight, rtol=0, atol=0
@@ -135,7 +153,9 @@ def test_damaged_shard_is_named_and_made_again(dump_config, cache, cache_dir, ca
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * keep)])
     dump(dump_config, cache)
-    assert "making train-00001-of-00002.parquet again" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "train-00001-of-00002.parquet is damaged" in message
+    assert "making it again" in message
     assert_same_contents(cache, cache_dir)
 
 
@@ -152,10 +172,10 @@ def test_kill_leaves_no_half_shard_and_the_same_command_completes(dump_config, c
     process.communicate()
     done = shard_paths(out)
     assert [path.name for path in done] == ["validation-00000-of-00001.parquet"]
-    check_shard(done[0])
+    check_shard(open_store(out), done[0].name)
     assert list(out.glob(".tmp-*"))
     assert not (out / "manifest.json").exists()
-    with pytest.raises(DamagedError, match="incomplete|missing"):
+    with pytest.raises(DamagedError, match="incomplete, missing train-00000"):
         CacheReader(out, "train")
 
     finisher = start(arguments(slow, out))
@@ -173,11 +193,11 @@ def test_two_workers_cover_each_shard_once(dump_config, cache_dir, tmp_path):
     assert [worker.returncode for worker in workers] == [0, 0], output
     assert "made 2 of its 2 shards" in output[0][1]
     assert_same_contents(out, cache_dir)
-    verify_cache(out, deep=True)
+    verify(out)
 
 
 def test_one_worker_of_an_array_makes_its_part(dump_config, tmp_path, monkeypatch):
-    for name, value in (("MIN", 3), ("ID", 4), ("COUNT", 2)):
+    for name, value in (("MIN", 3), ("ID", 4), ("MAX", 4), ("COUNT", 2)):
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", str(value))
     config = dataclasses.replace(dump_config, shards=4, max_rows=8)
     dump(config, tmp_path / "cache")
@@ -227,7 +247,7 @@ def test_another_teacher_is_refused_with_both_hashes(dump_config, cache, make_te
     # nothing but a sidecar: the dump was killed before its first shard
     for path in shard_paths(cache):
         path.unlink()
-    refused(dataclasses.replace(dump_config, teacher=str(other)), cache, "belongs to another cache")
+    refused(dataclasses.replace(dump_config, teacher=str(other)), cache, "is not of this cache")
 
 
 def test_another_tokenizer_is_refused_with_both_hashes(dump_config, cache, tmp_path):
@@ -271,7 +291,7 @@ def test_tokens_alone_need_no_teacher(dump_config, tokenizer_dir, cache_dir, tmp
         dump_config, kind="tokens", teacher=None, tokenizer=str(tokenizer_dir)
     )
     dump(config, tmp_path / "cache")
-    verify_cache(tmp_path / "cache", deep=True)
+    verify(tmp_path / "cache")
     for split in SPLITS:
         reader, full = CacheReader(tmp_path / "cache", split), CacheReader(cache_dir, split)
         assert reader.fingerprint["teacher"]["weights_sha256"] is None
@@ -281,44 +301,71 @@ def test_tokens_alone_need_no_teacher(dump_config, tokenizer_dir, cache_dir, tmp
             assert row.record is None
             np.testing.assert_array_equal(row.tokens, full.row(number).tokens)
     names = {path.name for path in (tmp_path / "cache" / "teacher").iterdir()}
-    assert names == {"tokenizer.json", "tokenizer_config.json"}
+    assert names == {"tokenizer.json", "tokenizer_config.json", "files.json"}
 
 
-def test_shards_open_with_datasets_alone(cache_dir):
-    import datasets
-
-    files = [str(path) for path in shard_paths(cache_dir) if path.name.startswith("train")]
-    rows = datasets.load_dataset("parquet", data_files=files, split="train")
-    assert rows["row"] == list(range(len(rows)))
-    row = rows[5]
-    assert row["length"] == len(row["tokens"])
-    assert len(row["ids"]) == len(row["logprobs"]) == 8 * (row["length"] - 1)
-
-
-def test_verify_names_every_fault(cache):
-    verify_cache(cache, deep=True)
-    first, second = shard_paths(cache)[:2]
-    data = bytearray(first.read_bytes())
-    data[len(data) // 2] ^= 16
-    first.write_bytes(data)
-    second.write_bytes(second.read_bytes()[:-9])
-    with pytest.raises(DamagedError) as caught:
-        verify_cache(cache, deep=True)
-    assert first.name in caught.value.message
-    assert second.name in caught.value.message
-    with pytest.raises(DamagedError) as caught:
-        verify_cache(cache, deep=False)
-    assert first.name not in caught.value.message
+def test_draws_are_the_same_whoever_makes_the_shard(dump_config, tmp_path, monkeypatch):
+    config = dataclasses.replace(dump_config, kind="sample", samples=20)
+    dump(config, tmp_path / "one")
+    monkeypatch.setattr("teacher_dump.dump.WINDOW_GROUPS", 1)
+    dump(dataclasses.replace(config, batch_tokens=150, head_positions=11), tmp_path / "two")
+    for split in SPLITS:
+        one, two = (CacheReader(tmp_path / name, split) for name in ("one", "two"))
+        for number in range(len(one)):
+            a, b = one.row(number).record, two.row(number).record
+            assert (a.counts.sum(1) == 20).all()
+            np.testing.assert_array_equal(a.ids, b.ids)
+            np.testing.assert_array_equal(a.counts, b.counts)
+    assert one.fingerprint["samples"] == 20
+    assert "k" not in one.fingerprint
 
 
-def test_verify_misses_a_whole_split_and_the_sidecar(cache):
-    (cache / "validation-00000-of-00001.parquet").rename(cache / "kept")
-    with pytest.raises(DamagedError, match="found 0 validation rows"):
-        verify_cache(cache, deep=False)
-    (cache / "kept").rename(cache / "validation-00000-of-00001.parquet")
-    (cache / "teacher" / "tokenizer.json").write_text("{}")
-    with pytest.raises(DamagedError, match="tokenizer_sha256"):
-        verify_cache(cache, deep=False)
-    shutil.rmtree(cache / "teacher")
-    with pytest.raises(DamagedError, match="teacher is missing"):
-        verify_cache(cache, deep=False)
+def test_min_prob_and_top_p_move_mass_to_the_tail(dump_config, cache_dir, tmp_path):
+    dump(dataclasses.replace(dump_config, min_prob=0.05, top_p=0.6), tmp_path / "cache")
+    cut, full = CacheReader(tmp_path / "cache", "train"), CacheReader(cache_dir, "train")
+    kept = []
+    for number in range(0, len(full), 5):
+        a, b = cut.row(number).record, full.row(number).record
+        kept += a.kept.tolist()
+        expected = b.keep(a.kept)
+        np.testing.assert_array_equal(a.ids, expected.ids)
+        np.testing.assert_allclose(a.tail_logprob, expected.tail_logprob, atol=1 / 16)
+        real = np.arange(a.ids.shape[1]) < a.kept[:, None]
+        assert (a.logprobs[real] >= np.log(0.05) - 1 / 64).sum() >= real.sum() - (a.kept == 1).sum()
+    assert 1 < np.mean(kept) < 8
+    assert cut.fingerprint["min_prob"] == 0.05
+    assert (tmp_path / "cache" / "train-00000-of-00002.parquet").stat().st_size < (
+        cache_dir / "train-00000-of-00002.parquet"
+    ).stat().st_size
+
+
+def test_a_damaged_shard_of_another_worker_does_not_stop_this_one(
+    dump_config, cache, cache_dir, monkeypatch, capsys
+):
+    path = cache / "train-00000-of-00002.parquet"  # shards of worker 0: validation, train 1
+    path.write_bytes(path.read_bytes()[:-5])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    dump(dump_config, cache)
+    assert "train-00000-of-00002.parquet is damaged" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    dump(dump_config, cache)
+    assert_same_contents(cache, cache_dir)
+
+
+def test_an_array_with_gaps_is_refused(dump_config, tmp_path, monkeypatch):
+    for name, value in (("MIN", 3), ("ID", 7), ("MAX", 7), ("COUNT", 2)):
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", str(value))
+    with pytest.raises(UsageError, match="2 tasks numbered 3 to 7, expected no gaps"):
+        dump(dump_config, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_leftovers_of_killed_writers_are_removed_after_a_day(dump_config, cache):
+    old, new = cache / ".tmp-a-train-00000-of-00002.parquet", cache / ".tmp-b"
+    old.write_text("x")
+    new.write_text("x")
+    os.utime(old, (time.time() - 90_000,) * 2)
+    dump(dump_config, cache)
+    assert not old.exists()
+    assert new.exists()
