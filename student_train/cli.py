@@ -20,10 +20,9 @@ def main() -> None:
 @setting_options(RunConfig, "student", default_preset="paper")
 @click.option(
     "--cache",
-    type=click.Path(path_type=Path),
-    default=Path("cache"),
+    default="cache",
     show_default=True,
-    help="Cache folder that teacher-dump wrote.",
+    help="Cache that teacher-dump wrote: a folder or a URL.",
 )
 @click.option(
     "--out",
@@ -33,7 +32,7 @@ def main() -> None:
 )
 @click.option("--local_rank", "--local-rank", hidden=True, type=int, default=None)
 def run_command(
-    preset: str, cache: Path, out: Path | None, local_rank: int | None, **given: Any
+    preset: str, cache: str, out: Path | None, local_rank: int | None, **given: Any
 ) -> None:
     """Train one arm. The same command again goes on where the last checkpoint stands.
 
@@ -86,14 +85,14 @@ def export_command(run: Path, out: Path, phase: int | None, dtype: str) -> None:
 
 
 @main.command("baseline")
-@click.argument("cache", type=click.Path(path_type=Path))
+@click.argument("cache")
 @click.option(
     "--export",
     type=click.Path(path_type=Path),
     default=None,
     help="A model folder of student-train to compare.",
 )
-def baseline_command(cache: Path, export: Path | None) -> None:
+def baseline_command(cache: str, export: Path | None) -> None:
     """Held-out nats per token of a bigram model of CACHE's train tokens, and of an export.
 
     Example: student-train baseline build/tokens --export launch/tiny_teacher

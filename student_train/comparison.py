@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from shared.errors import UsageError
+from student_train.config import FREE_SETTINGS
 from student_train.run_data import CURRICULA, NORMS, PhaseSpan, Run, check_comparable
 from student_train.stats import (
     Estimate,
@@ -29,8 +30,8 @@ AREA_SHARE = 0.02  # of the phase after an append: the paper's 1 000 of 50 000 s
 AREA_STEPS = 20  # at least, where a phase is short
 # Keys that name the arm, follow from others, or change how a run is computed but not what.
 NO_SETTING = {
-    "norm", "curriculum", "seed", "phases", "cache", "versions", "micro_rows", "head_positions",
-    "validate_every", "checkpoint_every", "deepspeed_config",
+    "norm", "curriculum", "seed", "phases", "cache", "versions", "deepspeed_config",
+    *FREE_SETTINGS,
 }  # fmt: skip
 
 Arm = tuple[str, str]

@@ -62,7 +62,8 @@ def init_distributed() -> torch.device:
     for name, value in found.items():
         os.environ.setdefault(name, str(value))
     if accelerator.device_name() != "cpu":
-        accelerator.set_device(here.local_rank)
+        # Where the scheduler shows each rank its own GPU alone, that one is number 0.
+        accelerator.set_device(here.local_rank % accelerator.device_count())
     if not dist.is_initialized():
         deepspeed.init_distributed(accelerator.communication_backend_name(), verbose=False)
     return torch.device(accelerator.current_device_name())
@@ -114,6 +115,7 @@ class Engine:
 
     def __init__(self, student: Student, run: RunConfig) -> None:
         import deepspeed
+        from deepspeed.utils import safe_set_full_fp32_param
 
         self.run = run
         self.config = student.config
@@ -123,10 +125,16 @@ class Engine:
         optimizer = torch.optim.AdamW(
             trained, lr=run.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
         )
+        masters = {}
+        if run.dtype == "bfloat16":  # the engine would round what an earlier phase learnt
+            masters = {name: p.detach().clone() for name, p in student.named_parameters()}
         self._engine, *_ = deepspeed.initialize(
             model=student, optimizer=optimizer, config=engine_config(run, self.world)
         )
         self.student: Student = self._engine.module
+        for name, parameter in self.student.named_parameters():
+            if masters and parameter.requires_grad:
+                safe_set_full_fp32_param(parameter, masters[name].to(self._engine.device))
         self.device = self._engine.device
 
     def step(self, micro: list[Batch], targets: int, lr: float) -> dict[str, float]:
@@ -175,7 +183,7 @@ class Engine:
         except Exception as error:  # torch and DeepSpeed raise anything here
             raise DamagedError(
                 f"checkpoint {folder / tag} does not load ({type(error).__name__}: {error}): "
-                "delete the run folder, or restore it, and start again"
+                "restore it, or start a new run with another --out"
             ) from error
         if path is None:
             raise DamagedError(f"checkpoint {folder / tag} is missing: restore it, or start anew")

@@ -12,10 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from shared.errors import UsageError
+from shared.errors import DamagedError, UsageError
 from shared.files import fsync
+from shared.sidecar import INDEX
 from student_train.config import ModelConfig
 from student_train.model import Student
 
@@ -36,7 +38,7 @@ def write_export(
     content = {**hf_config(config), "dtype": dtype, "stackgrow": asdict(config)}
     (temporary / "config.json").write_text(json.dumps(content, indent=1) + "\n")
     for file in sorted(tokenizer.iterdir()):
-        if file.is_file() and file.name != "config.json" and file.suffix != ".safetensors":
+        if file.name not in ("config.json", INDEX) and file.suffix != ".safetensors":
             shutil.copy(file, temporary)
     for file in temporary.iterdir():
         fsync(file)
@@ -77,8 +79,16 @@ def load_student(folder: Path) -> Student:
     if "stackgrow" not in content:
         raise UsageError(f"{path} was not written by student-train")
     student = Student(ModelConfig(**content["stackgrow"]))
-    student.load_state_dict(load_file(folder / "model.safetensors"))
+    student.load_state_dict(load_weights(folder / "model.safetensors"))
     return student
+
+
+def load_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file. Raises DamagedError if it does not open."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise DamagedError(f"{path} is damaged or missing ({error}): restore it") from None
 
 
 def export_run(run: Path, phase: int | None, out: Path, dtype: str) -> Path:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from shared.errors import DamagedError, UsageError
+from shared.sidecar import WEIGHTS
 from student_train.config import RunConfig, model_config
+from student_train.export import load_weights
 from student_train.model import Student, initialise, width_rule_std
 
 
@@ -35,23 +36,23 @@ def phases(run: RunConfig) -> list[Phase]:
     return [Phase(i, depth, steps, i * steps) for i, depth in enumerate(depths)]
 
 
-def teacher_config(cache: Path) -> dict[str, Any] | None:
-    """config.json of the teacher beside the shards; None in a cache of tokens alone."""
-    path = cache / "teacher" / "config.json"
+def teacher_config(sidecar: Path) -> dict[str, Any] | None:
+    """config.json of the teacher whose cache it is; None for a cache of tokens alone."""
+    path = sidecar / "config.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def build_student(run: RunConfig, cache: Path, vocab_size: int, active_blocks: int) -> Student:
+def build_student(run: RunConfig, sidecar: Path, vocab_size: int, active_blocks: int) -> Student:
     """A student as it stands before its first step: seeded weights, the teacher's ends."""
-    config = model_config(run, vocab_size, teacher_config(cache), active_blocks)
+    config = model_config(run, vocab_size, teacher_config(sidecar), active_blocks)
     student = Student(config, run.head_positions)
     initialise(student, run.seed, run.init_std or width_rule_std(config.d_model))
     if run.embedding == "random":
         return student
-    path = cache / "teacher" / "teacher.safetensors"
+    path = sidecar / WEIGHTS
     if not path.is_file():
-        raise UsageError(f"{cache} holds no teacher weights ({path.name}): give --embedding random")
-    teacher = load_file(path)
+        raise UsageError(f"{sidecar} holds no teacher weights ({WEIGHTS}): give --embedding random")
+    teacher = load_weights(path)
     extra = student.model.norm if student.model.norm is not None else student.model.entry_norm
     targets = {
         "embed_tokens.weight": student.model.embed_tokens.weight,
@@ -72,7 +73,7 @@ def build_student(run: RunConfig, cache: Path, vocab_size: int, active_blocks: i
 
 def inherit(student: Student, export: Path) -> None:
     """Take over every tensor of the previous phase's export; new blocks keep theirs."""
-    weights = load_file(export / "model.safetensors")
+    weights = load_weights(export / "model.safetensors")
     own = student.state_dict()
     foreign = [n for n in weights if n not in own or own[n].shape != weights[n].shape]
     if foreign:

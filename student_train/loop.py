@@ -15,6 +15,8 @@ from shared.cache import CacheReader
 from shared.distributed import ranks
 from shared.errors import DamagedError, UsageError
 from shared.progress import progress, say
+from shared.sidecar import local_sidecar
+from shared.store import open_store
 from student_train.config import RunConfig, model_config
 from student_train.engine import Engine, engine_config, init_distributed
 from student_train.evaluate import evaluate, write_losses
@@ -32,18 +34,19 @@ def learning_rate(step: int, run: RunConfig) -> float:
     return run.lr_min + 0.5 * (run.lr - run.lr_min) * (1 + math.cos(math.pi * done))
 
 
-def train(run: RunConfig, cache: Path, out: Path) -> None:
-    """Train one arm into `out`, or go on where its last committed checkpoint stands.
+def train(run: RunConfig, cache: str | Path, out: Path) -> None:
+    """Train one arm from the cache (a folder or URL) into `out`, or go on where it stands.
 
     Everything that can be refused is refused before the ranks meet and before anything is written.
     """
-    readers = {split: CacheReader(cache, split) for split in ("train", "validation")}
+    store = open_store(cache)
+    readers = {split: CacheReader(store, split, run.k) for split in ("train", "validation")}
     fingerprint = readers["train"].fingerprint
-    if run.alpha > 0 and fingerprint["kind"] == "tokens":
-        raise UsageError(f"{cache} holds tokens without teacher records: give --alpha 0")
+    check_records(run, fingerprint, cache)
     world = ranks().world
     engine_config(run, world)
-    model_config(run, fingerprint["vocab_size"], teacher_config(cache), run.blocks)
+    sidecar = local_sidecar(store, fingerprint)
+    model_config(run, fingerprint["vocab_size"], teacher_config(sidecar), run.blocks)
     config = run_config_json(run, cache, fingerprint)
     folder = RunFolder(out)
     folder.check(config)
@@ -61,11 +64,26 @@ def train(run: RunConfig, cache: Path, out: Path) -> None:
     dist.barrier()  # rank 0 must not write into what another rank still checks
     if dist.get_rank() == 0:
         folder.start(config)
-    dist.barrier()
+    seen: list[Position | None] = [None] * world
+    dist.all_gather_object(seen, folder.position())
+    if any(other != position for other in seen):
+        raise DamagedError(
+            f"the ranks find different states of {out}: it must be one folder that all of them "
+            "see, and no other process may be writing to it"
+        )
     if position != START:
         say(f"resuming {out} at phase {position.phase}, step {position.step}")
     for phase in plan[position.phase + position.done :]:
-        position = _train_phase(run, phase, folder, readers, cache, position)
+        position = _train_phase(run, phase, folder, readers, sidecar, position)
+
+
+def check_records(run: RunConfig, fingerprint: dict[str, Any], cache: str | Path) -> None:
+    """Raise UsageError if the cache's records cannot give the loss that the run asks for."""
+    kind = fingerprint["kind"]
+    if run.alpha > 0 and kind == "tokens":
+        raise UsageError(f"{cache} holds tokens without teacher records: give --alpha 0")
+    if run.tau != 1 and kind == "sample":
+        raise UsageError(f"tau: found {run.tau}, expected 1: {cache} holds draws at temperature 1")
 
 
 def _train_phase(
@@ -73,11 +91,11 @@ def _train_phase(
     phase: Phase,
     folder: RunFolder,
     readers: dict[str, CacheReader],
-    cache: Path,
+    sidecar: Path,
     position: Position,
 ) -> Position:
     """One phase: build, inherit, train, validate, checkpoint, export; returns its close."""
-    student = build_student(run, cache, readers["train"].vocab_size, phase.active_blocks)
+    student = build_student(run, sidecar, readers["train"].vocab_size, phase.active_blocks)
     if phase.index > 0:
         inherit(student, folder.export(phase.index - 1))
     engine = Engine(student, run)
@@ -113,10 +131,11 @@ def _train_phase(
                 "tokens_per_s": round(targets / (now - started), 1),
             }
             started = now
-            if not math.isfinite(losses["loss"]):
+            if not math.isfinite(losses["loss"] + (losses["grad_norm"] or 0)):
                 raise click.ClickException(
-                    f"the loss is {losses['loss']} at step {line['step']}; the last checkpoint is "
-                    "kept; start a new run with a lower --lr or another seed"
+                    f"the loss is {losses['loss']} and the gradient norm {losses['grad_norm']} at "
+                    f"step {line['step']}; the last checkpoint is kept; start a new run with a "
+                    "lower --lr or another seed"
                 )
             if rank == 0:
                 folder.append_metrics(line)
@@ -135,7 +154,7 @@ def _train_phase(
     engine.save(folder.checkpoints, phase_tag(phase.index))
     weights = engine.full_weights()
     if rank == 0:
-        write_export(folder.export(phase.index), engine.config, weights, cache / "teacher")
+        write_export(folder.export(phase.index), engine.config, weights, sidecar)
     closing = Position(phase.index, phase.steps, True, phase_tag(phase.index), world, tokens)
     _commit(folder, rank, closing)
     engine.close()
@@ -166,7 +185,9 @@ def _validate(
         )
 
 
-def run_config_json(run: RunConfig, cache: Path, fingerprint: dict[str, Any]) -> dict[str, Any]:
+def run_config_json(
+    run: RunConfig, cache: str | Path, fingerprint: dict[str, Any]
+) -> dict[str, Any]:
     """What config.json holds: the settings, the phases, the cache and the versions."""
     return {
         **asdict(run),

@@ -162,7 +162,7 @@ def check_comparable(runs: Sequence[Run]) -> None:
     They must be distinct in arm and seed, come from one cache (library versions aside), and have
     validated the same documents with the same target counts.
     """
-    from shared.cache import identity
+    from shared.shardfile import identity
 
     seen: dict[tuple[str, str, int], Run] = {}
     for run in runs:

@@ -11,7 +11,10 @@ A checkpoint counts once the manifest names it: the manifest is written last, at
 beyond it was left by a killed process; it is cut off and made again.
 """
 
+import fcntl
 import json
+import os
+import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +22,7 @@ from typing import Any
 
 from shared.errors import DamagedError, UsageError, differences
 from shared.files import atomic_write_text, fsync
+from student_train.config import FREE_SETTINGS
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class RunFolder:
         path = self.path / "config.json"
         if not self.path.exists():
             return
-        if not self.path.is_dir() or (not path.is_file() and any(self.path.iterdir())):
+        if not self.path.is_dir() or (not path.is_file() and any(self._contents())):
             raise UsageError(f"{self.path} exists and holds no run: give --out a new folder")
         if not path.is_file():
             return
@@ -67,7 +71,11 @@ class RunFolder:
             )
 
     def start(self, config: dict[str, Any]) -> None:
-        """Create the folder, or cut an interrupted run back to its last commit."""
+        """Create the folder, or cut an interrupted run back to its last commit.
+
+        Raises UsageError if another process is training into it.
+        """
+        self._lock()
         if not (self.path / "config.json").is_file():
             atomic_write_text(self.path / "config.json", json.dumps(config, indent=1) + "\n")
         self.checkpoints.mkdir(exist_ok=True)
@@ -76,7 +84,27 @@ class RunFolder:
             kept = [line for line in self._lines() if _at_most(line, position)]
             text = "".join(json.dumps(line) + "\n" for line in kept)
             atomic_write_text(self._metrics, text)
+        for path in self.path.glob("validation/phase-*-step-*.parquet"):
+            phase, step = (int(part) for part in re.findall(r"\d+", path.stem))
+            if (phase, step) > (position.phase, position.step):
+                path.unlink()
         self._drop_all_but(position)
+
+    def _lock(self) -> None:
+        """Hold the folder until this process ends, however it ends."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._held = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._held)
+            raise UsageError(
+                f"another process is training into {self.path}: wait for it, or give another --out"
+            ) from None
+
+    def _contents(self) -> list[Path]:
+        """What is in the folder, but for what a killed process was just writing."""
+        return [path for path in self.path.iterdir() if not path.name.startswith(".tmp-")]
 
     def position(self) -> Position:
         """The last committed position. Raises DamagedError for an unreadable manifest."""
@@ -91,6 +119,8 @@ class RunFolder:
         """Make `position` the one to resume from; drop checkpoints inside phases before it."""
         for file in (self.checkpoints / position.tag).iterdir():
             fsync(file)  # DeepSpeed does not, and the manifest must not outlive what it names
+        for path in (self.checkpoints / position.tag, self.checkpoints, self._metrics):
+            fsync(path)
         atomic_write_text(self._manifest, json.dumps(asdict(position), indent=1) + "\n")
         self._drop_all_but(position)
 
@@ -137,7 +167,8 @@ def _at_most(line: dict[str, Any], position: Position) -> bool:
 
 
 def _identity(config: dict[str, Any]) -> dict[str, Any]:
-    """Versions and the cache's place may change between starts; nothing else may."""
-    kept = {key: value for key, value in config.items() if key != "versions"}
+    """Versions, free settings and the cache's place may change between starts; no more."""
+    free = ("versions", *FREE_SETTINGS)
+    kept = {key: value for key, value in config.items() if key not in free}
     fingerprint = {k: v for k, v in config["cache"]["fingerprint"].items() if k != "versions"}
     return kept | {"cache": {"fingerprint": fingerprint}}

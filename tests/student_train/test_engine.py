@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from shared.config import load_preset
 from shared.errors import UsageError
 from student_train.config import RunConfig
 from student_train.engine import engine_config
+from student_train.growth import build_student
 from student_train.loop import learning_rate
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +27,7 @@ ARMS = [
     "zero2-bfloat16-4",
     "zero3-bfloat16-4",
 ]
+STILL = [f"zero{stage}-bfloat16-4-still" for stage in (1, 2, 3)]  # with a learning rate of nothing
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +42,7 @@ def arms(cache_dir, tmp_path_factory):
         cache_dir,
         out,
         *ARMS,
+        *STILL,
     ]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -70,13 +74,22 @@ def test_it_trains_as_zero_one_does(arms, arm):
             assert (found[name] - tensor).norm() <= close * tensor.norm(), name
 
 
+@pytest.mark.parametrize("arm", STILL)
+def test_an_append_hands_on_float32_weights_under_bfloat16(arms, arm, cache_dir):
+    config = json.loads((arms / arm / "config.json").read_text())
+    run = RunConfig(**{k: config[k] for k in RunConfig.__dataclass_fields__})
+    for phase, blocks in ((0, 1), (1, 2)):
+        drawn = build_student(run, cache_dir / "teacher", 320, blocks).state_dict()
+        found = load_file(arms / arm / "export" / f"phase-{phase}" / "model.safetensors")
+        for name, tensor in drawn.items():
+            if "embed" not in name:  # frozen, so the teacher's, in the type of the layers
+                assert torch.equal(found[name], tensor), name
+
+
 def test_gradients_are_averaged_over_the_targets_of_all_ranks(arms, cache_dir):
     """Plain torch on the whole batch gives the loss that two ranks with uneven rows report."""
-    import torch
-
     from shared.cache import CacheReader
     from shared.config import resolve
-    from student_train.growth import build_student
     from student_train.loss import LossWeights
     from student_train.stream import training_batches
 
@@ -84,7 +97,7 @@ def test_gradients_are_averaged_over_the_targets_of_all_ranks(arms, cache_dir):
     names = RunConfig.__dataclass_fields__
     run = resolve(RunConfig, "student", "tiny", {k: config[k] for k in names})
     reader = CacheReader(cache_dir, "train")
-    student = build_student(run, cache_dir, reader.vocab_size, 1)
+    student = build_student(run, cache_dir / "teacher", reader.vocab_size, 1)
     trained = [p for p in student.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     losses, norms = [], []

@@ -30,7 +30,7 @@ def test_grow_adds_a_block_per_phase_and_joint_has_one_phase():
 
 @pytest.mark.parametrize(("norm", "extra"), [("pre", "norm"), ("post", "entry_norm")])
 def test_the_ends_come_from_the_teacher_and_its_embedding_is_frozen(cache_dir, norm, extra):
-    student = build_student(settings(norm=norm), cache_dir, 320, 2)
+    student = build_student(settings(norm=norm), cache_dir / "teacher", 320, 2)
     teacher = load_file(cache_dir / "teacher" / "teacher.safetensors")
     state = student.state_dict()
     assert torch.equal(state["model.embed_tokens.weight"], teacher["embed_tokens.weight"])
@@ -42,7 +42,9 @@ def test_the_ends_come_from_the_teacher_and_its_embedding_is_frozen(cache_dir, n
 
 def test_new_weights_follow_the_width_rule(cache_dir):
     assert width_rule_std(4096) == 0.02
-    student = build_student(dataclasses.replace(settings(), init_std=None), cache_dir, 320, 3)
+    student = build_student(
+        dataclasses.replace(settings(), init_std=None), cache_dir / "teacher", 320, 3
+    )
     drawn = torch.cat([p.flatten() for n, p in student.named_parameters() if "proj" in n])
     assert drawn.std().item() == pytest.approx(0.02 * (4096 / 32) ** 0.5, rel=0.02)
 
@@ -50,11 +52,13 @@ def test_new_weights_follow_the_width_rule(cache_dir):
 def test_an_append_keeps_what_was_trained_and_draws_only_the_new_block(cache_dir, tmp_path):
     trained = {
         name: torch.full_like(tensor, 0.5)
-        for name, tensor in build_student(settings(), cache_dir, 320, 1).state_dict().items()
+        for name, tensor in build_student(settings(), cache_dir / "teacher", 320, 1)
+        .state_dict()
+        .items()
     }
     save_file(trained, tmp_path / "model.safetensors")
-    fresh = build_student(settings(), cache_dir, 320, 2).state_dict()
-    student = build_student(settings(), cache_dir, 320, 2)
+    fresh = build_student(settings(), cache_dir / "teacher", 320, 2).state_dict()
+    student = build_student(settings(), cache_dir / "teacher", 320, 2)
     inherit(student, tmp_path)
     for name, tensor in student.state_dict().items():
         expected = trained.get(name, fresh[name])
@@ -63,7 +67,7 @@ def test_an_append_keeps_what_was_trained_and_draws_only_the_new_block(cache_dir
 
 
 def test_an_export_of_another_shape_is_refused_by_tensor(cache_dir, tmp_path):
-    student = build_student(settings(), cache_dir, 320, 1)
+    student = build_student(settings(), cache_dir / "teacher", 320, 1)
     save_file({"lm_head.weight": torch.zeros(3, 3)}, tmp_path / "model.safetensors")
     with pytest.raises(DamagedError, match=r"lm_head\.weight differs"):
         inherit(student, tmp_path)
@@ -71,7 +75,7 @@ def test_an_export_of_another_shape_is_refused_by_tensor(cache_dir, tmp_path):
 
 def test_sizes_come_from_the_teacher(cache_dir):
     teacher = json.loads((cache_dir / "teacher" / "config.json").read_text())
-    config = build_student(settings(d_ff=40), cache_dir, 320, 1).config
+    config = build_student(settings(d_ff=40), cache_dir / "teacher", 320, 1).config
     assert config.d_ff == 40
     assert config.d_model == teacher["hidden_size"]
     assert config.head_dim == teacher["head_dim"]

@@ -99,13 +99,14 @@ def plain_post(model, tokens):
 
 
 def test_post_norm_equals_its_equation_in_value_and_gradient():
-    model, data = student(norm="post"), batch(lengths=(9,))
+    # In float64: in float32 rounding alone reaches 1 % of some gradients on some processors.
+    model, data = student(norm="post").double(), batch(lengths=(9,))
     with torch.no_grad():  # gains of one would hide a gain that is missing or misplaced
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(len(name)))
     parameters = [p for n, p in model.named_parameters() if n != "lm_head.weight"]
-    probe = torch.randn(9, 32, generator=torch.Generator().manual_seed(3))
+    probe = torch.randn(9, 32, generator=torch.Generator().manual_seed(3)).double()
     found = model.model(data.tokens, data.layout)
     expected = plain_post(model, data.tokens)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -11,7 +11,7 @@ from launching import SMALL, launch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shared.cache import CacheReader, shard_paths, write_manifest
+from shared.cache import CacheReader
 from student_train.cli import main, run_command
 from student_train.config import RunConfig
 from student_train.export import load_student
@@ -123,7 +123,7 @@ def test_one_process_trains_a_pre_norm_student_that_transformers_opens(cache_dir
 
 
 def test_a_damaged_page_met_by_a_rank_ends_all_ranks_with_exit_3(cache, tmp_path):
-    path = shard_paths(cache)[1]
+    path = cache / "train-00001-of-00002.parquet"
     content = bytearray(path.read_bytes())
     middle = len(content) // 3
     content[middle : middle + 64] = bytes(64)
@@ -167,13 +167,34 @@ def test_a_stop_inside_a_phase_needs_the_same_number_of_ranks(grown, cache_dir, 
         (["--d-model", "64"], "the teacher's embedding is 32 wide"),
         (["--heads", "3"], "must be a multiple of kv_heads"),
         (["--preset", "nothing"], "no preset 'nothing': expected one of paper"),
+        (["--k", "9"], "k: found 9, but {cache} holds k = 8"),
         (["--norm", "mid"], "'mid' is not one of 'pre', 'post'"),
     ],
 )
 def test_bad_settings_exit_2_before_anything_is_written(args, message, cache_dir, tmp_path):
     result = invoke("--cache", cache_dir, "--out", tmp_path / "run", *args)
     assert (result.exit_code, (tmp_path / "run").exists()) == (2, False)
-    assert message in result.output
+    assert message.format(cache=cache_dir) in result.output
+
+
+def test_draws_are_learnt_from_at_temperature_one_only(dump_config, tmp_path):
+    import dataclasses
+
+    from teacher_dump.dump import dump
+
+    dump(dataclasses.replace(dump_config, kind="sample"), tmp_path / "cache")
+    for options, message in (
+        (["--tau", "2"], "tau: found 2.0, expected 1"),
+        (["--k", "4"], "holds kind sample"),
+    ):
+        result = invoke("--cache", tmp_path / "cache", "--out", tmp_path / "run", *options)
+        assert (result.exit_code, message in result.output) == (2, True), result.output
+    args = ["--cache", tmp_path / "cache", "--out", tmp_path / "run", "--curriculum", "joint"]
+    done = launch("python", args)
+    assert done.returncode == 0, done.stdout
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    kd = [json.loads(line)["kd"] for line in lines]
+    assert 0 < kd[-1] < kd[0]
 
 
 def test_bad_folders_are_refused(cache, tmp_path):
@@ -198,7 +219,6 @@ def test_a_cache_of_another_teacher_is_refused_by_a_run(grown, dump_config, make
 
     other = make_teacher(tmp_path / "teacher", seed=5)
     dump(dataclasses.replace(dump_config, teacher=str(other)), tmp_path / "cache")
-    write_manifest(tmp_path / "cache")
     result = invoke("--norm", "post", "--cache", tmp_path / "cache", "--out", grown)
     assert result.exit_code == 3
     assert "cache.fingerprint.teacher.weights_sha256: found" in result.output

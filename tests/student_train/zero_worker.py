@@ -10,7 +10,7 @@ from student_train.loop import train
 if __name__ == "__main__":
     cache, out = map(Path, sys.argv[1:3])
     for arm in sys.argv[3:]:
-        stage, dtype, micro = arm.split("-")
+        stage, dtype, micro, *still = arm.split("-")
         given = {
             "norm": "pre",
             "blocks": 2,
@@ -24,4 +24,6 @@ if __name__ == "__main__":
             "dtype": dtype,
             "micro_rows": int(micro),
         }
+        if still:
+            given |= {"lr": 1e-30, "lr_min": 1e-30}
         train(resolve(RunConfig, "student", "tiny", given), cache, out / arm)
