@@ -9,7 +9,7 @@ PORT = $$($(PYTHON) -c 'import socket; s = socket.create_server(("", 0)); print(
 STUDENT = OMP_NUM_THREADS=1 $(BIN)/deepspeed --num_gpus $(RANKS) --master_port $(PORT) \
   --log_level warning launch/student.py
 
-.PHONY: setup demo test lint teacher clean
+.PHONY: setup demo test bench lint teacher clean
 
 setup: .venv/installed
 
@@ -38,6 +38,10 @@ teacher: setup
 
 test: setup
 	$(BIN)/pytest -q
+
+# LOGITS=FILE.npz measures your own teacher's logits; tests/bench_cache.py says how they lie there.
+bench: setup
+	$(BIN)/python tests/bench_cache.py $(if $(LOGITS),--logits $(LOGITS))
 
 lint: setup
 	$(BIN)/ruff check .

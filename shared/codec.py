@@ -141,16 +141,14 @@ def _encode_topk(record: TopK, index: np.ndarray) -> dict[str, np.ndarray]:
 def _decode_topk(columns: dict[str, np.ndarray], vocabulary: np.ndarray) -> TopK:
     kept = columns["kept"].astype(np.int32)
     ids = vocabulary[_matrix(columns["ids"], kept)]
-    steps = _matrix(columns["drops"], kept).cumsum(axis=0, dtype=np.int32)
-    logprobs = _nats(steps, -STEP)
+    logprobs = _nats(_matrix(columns["drops"], kept).cumsum(axis=1, dtype=np.int32), -STEP)
     if len(columns["ids"]) < ids.size:
-        padding = np.arange(len(ids))[:, None] >= kept
-        ids = np.where(padding, ids[:1], ids)
+        padding = np.arange(ids.shape[1]) >= kept[:, None]
+        ids = np.where(padding, ids[:, :1], ids)
         logprobs[padding] = -np.inf
     tail = _nats(columns["tail"], -STEP)
     tail[columns["tail"] == NO_TAIL] = -np.inf
-    lse = _nats(columns["logsumexp"], STEP)
-    return TopK(*map(np.ascontiguousarray, (ids.T, logprobs.T)), kept, tail, lse)
+    return TopK(ids, logprobs, kept, tail, _nats(columns["logsumexp"], STEP))
 
 
 def _nats(steps: np.ndarray, step: float) -> np.ndarray:
@@ -171,9 +169,8 @@ def _encode_sample(record: Sample, index: np.ndarray) -> dict[str, np.ndarray]:
 
 def _decode_sample(columns: dict[str, np.ndarray], vocabulary: np.ndarray) -> Sample:
     kept = columns["kept"].astype(np.int32)
-    ids = vocabulary[_matrix(columns["ids"], kept).cumsum(axis=0, dtype=np.int32)]
-    counts = _matrix(columns["counts"], kept).astype(np.int32)
-    return Sample(*map(np.ascontiguousarray, (ids.T, counts.T)))
+    ids = vocabulary[_matrix(columns["ids"], kept).cumsum(axis=1, dtype=np.int32)]
+    return Sample(ids, _matrix(columns["counts"], kept).astype(np.int32))
 
 
 def _flat(matrix: np.ndarray, kept: np.ndarray) -> np.ndarray:
@@ -184,15 +181,16 @@ def _flat(matrix: np.ndarray, kept: np.ndarray) -> np.ndarray:
 
 
 def _matrix(flat: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """The inverse of `_flat`, zero where there is no entry: [max(kept), positions]."""
+    """The inverse of `_flat`, transposed, zero where there is no entry: [positions, max(kept)]."""
     shape = int(kept.max(initial=1)), len(kept)
     if len(flat) != kept.sum():
         raise ValueError(f"found {len(flat)} entries where {kept.sum()} are announced")
     if len(flat) == shape[0] * shape[1]:
-        return flat.reshape(shape)
-    matrix = np.zeros(shape, flat.dtype)
-    matrix[np.arange(shape[0])[:, None] < kept] = flat
-    return matrix
+        matrix = flat.reshape(shape)
+    else:
+        matrix = np.zeros(shape, flat.dtype)
+        matrix[np.arange(shape[0])[:, None] < kept] = flat
+    return np.ascontiguousarray(matrix.T)  # cumsum over the other axis is ten times slower
 
 
 def _lists(arrays: list[np.ndarray], type_: pa.ListType) -> pa.Array:
