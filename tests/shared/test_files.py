@@ -1,9 +1,12 @@
 """Files appear whole or not at all; digests; differences of fingerprints."""
 
+import os
+import time
+
 import pytest
 
 from shared.errors import differences
-from shared.files import atomic_write_text, replacing, sha256_files
+from shared.files import atomic_write_text, remove_stale, replacing, sha256_files
 
 
 def test_failure_keeps_the_old_file_and_leaves_no_temporary(tmp_path):
@@ -22,6 +25,16 @@ def test_failure_keeps_the_old_file_and_leaves_no_temporary(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["file"]
     atomic_write_text(path, "new")
     assert path.read_text() == "new"
+
+
+def test_only_what_a_killed_writer_left_long_ago_is_removed(tmp_path):
+    day = 86400
+    ages = {".tmp-old-x": 2 * day, ".tmp-new-x": day / 2, "shard.parquet": 2 * day}
+    for name, age in ages.items():
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    remove_stale(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-new-x", "shard.parquet"]
 
 
 def test_digest_covers_names_and_contents_not_folders(tmp_path):

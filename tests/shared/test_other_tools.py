@@ -1,6 +1,11 @@
 """Shards are ordinary Parquet files: other tools open them, and NumPy unpacks them."""
 
+import re
+from pathlib import Path
+
+import duckdb
 import numpy as np
+import polars
 import pyarrow.parquet as pq
 import pytest
 
@@ -9,18 +14,7 @@ from shared.store import open_store
 
 COLUMNS = ["row", "tokens", "ids"]
 
-# Given `path`, a shard that keeps k ids at every position.
-NUMPY_SNIPPET = """
-import pyarrow.parquet as pq
-
-group = pq.ParquetFile(path).read_row_group(0)  # 64 documents; this unpacks the first
-vocabulary, ids, drops = (
-    group[name][0].values.to_numpy() for name in ("vocabulary", "ids", "drops")
-)
-positions = len(group["tokens"][0]) - 1
-ids = vocabulary[ids.reshape(-1, positions)].T  # [T-1, k], the best first
-logprobs = drops.reshape(-1, positions).cumsum(axis=0).T / -32  # [T-1, k], in nats
-"""
+README = Path(__file__).parents[2] / "README.md"
 
 
 def shards(cache, split="train"):
@@ -55,7 +49,6 @@ def test_datasets_streaming(cache_dir, table):
 
 
 def test_duckdb(cache_dir, table):
-    duckdb = pytest.importorskip("duckdb")
     with duckdb.connect() as connection:
         query = f"select count(*), sum(len(tokens)) from '{shards(cache_dir)}'"
         [(rows, tokens)] = connection.execute(query).fetchall()
@@ -67,19 +60,20 @@ def test_duckdb(cache_dir, table):
 
 
 def test_polars(cache_dir, table):
-    polars = pytest.importorskip("polars")
     frame = polars.read_parquet(shards(cache_dir), columns=COLUMNS).sort("row")
     assert frame.to_dict(as_series=False) == table.to_pydict()
 
 
-def test_numpy_unpacks_a_document_in_a_few_lines(cache_dir):
-    lines = [line for line in NUMPY_SNIPPET.splitlines() if line]
-    assert len(lines) < 10
-    assert "shared" not in NUMPY_SNIPPET
+def test_the_readmes_numpy_unpacks_a_document(cache_dir):
+    [snippet] = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    assert len([line for line in snippet.splitlines() if line]) < 10
+    assert "shared" not in snippet
+    code, paths = re.subn('path = ".*"', "", snippet)
+    assert paths == 1
     reader = CacheReader(open_store(cache_dir), "train")
     for path in sorted(cache_dir.glob("train-*.parquet")):
         found = {"path": path}
-        exec(NUMPY_SNIPPET, found)
+        exec(code, found)
         row = reader.row(pq.read_table(path)["row"][0].as_py())
         assert found["ids"].shape == (len(row.tokens) - 1, 8)
         np.testing.assert_array_equal(found["ids"], row.record.ids)

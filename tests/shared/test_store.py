@@ -21,9 +21,10 @@ KINDS = ["path", "file", "memory", "s3"]
 @pytest.fixture(scope="module")
 def bucket():
     """A bucket on an S3 server of this machine, as a URL."""
-    server_of = pytest.importorskip("moto.server").ThreadedMotoServer
+    from moto.server import ThreadedMotoServer
+
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = server_of(ip_address="127.0.0.1", port=0, verbose=False)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     with pytest.MonkeyPatch.context() as patch:
