@@ -29,8 +29,10 @@ def ranks() -> Ranks:
     return Ranks(0, 1, 0)
 
 
-def worker() -> tuple[int, int]:
+def worker(size: int = 1) -> tuple[int, int]:
     """(index, count) of this worker among all ranks of all tasks of a SLURM array.
+
+    A worker is `size` consecutive ranks.
 
     Raises UsageError for an array with gaps: its tasks could not tell which share is whose.
     """
@@ -46,4 +48,5 @@ def worker() -> tuple[int, int]:
             f"found a SLURM array of {tasks} tasks numbered {first} to {last}, expected no gaps: "
             "submit the whole array again, finished shards are skipped"
         )
-    return (task - first) * here.world + here.rank, tasks * here.world
+    workers = here.world // size
+    return (task - first) * workers + here.rank // size, tasks * workers

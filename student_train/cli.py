@@ -105,7 +105,7 @@ def baseline_command(cache: str, export: Path | None) -> None:
     bigram = bigram_nats(*tokens, train.vocab_size)
     click.echo(f"bigram (modified Kneser-Ney)  {bigram:.4f} nats/token, held out")
     if export is not None:
-        from student_train.engine import init_distributed
+        from shared.collective import init_distributed
         from student_train.evaluate import evaluate
         from student_train.export import load_student
 

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from shared.cache import CacheReader
+from shared.collective import init_distributed
 from shared.distributed import ranks
 from shared.errors import DamagedError, UsageError
 from shared.progress import progress, say
 from shared.sidecar import local_sidecar
 from shared.store import open_store
 from student_train.config import RunConfig, model_config
-from student_train.engine import Engine, engine_config, init_distributed
+from student_train.engine import Engine, engine_config
 from student_train.evaluate import evaluate, write_losses
 from student_train.export import write_export
 from student_train.growth import Phase, build_student, inherit, phases, teacher_config

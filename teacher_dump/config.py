@@ -41,6 +41,11 @@ class DumpConfig:
     samples: int = setting("sample: draws per token position, with replacement.")
     sample_seed: int = setting("sample: seed of the draws.")
     dtype: Literal["float32", "bfloat16"] = setting("Type the teacher's layers compute in.")
+    parallel: Literal["data", "zero3", "tensor"] = setting(
+        "data: every rank holds the teacher; zero3: weights partitioned over all ranks; tensor: "
+        "layers split over --tp-size ranks."
+    )
+    tp_size: int | None = setting("tensor: ranks that share one teacher; default all.")
     batch_tokens: int = setting("Tokens, padding included, of one forward pass.")
     head_positions: int = setting("Positions whose full-vocabulary logits exist at once.")
 
@@ -59,6 +64,8 @@ class DumpConfig:
                 raise UsageError(f"{name} is for kind topk, found kind {self.kind}")
             if value is not None and not 0 < value < 1:
                 raise UsageError(f"{name}: found {value}, expected between 0 and 1")
+        if self.tp_size is not None and self.parallel != "tensor":
+            raise UsageError(f"tp_size is for parallel tensor, found parallel {self.parallel}")
         if not 0 < self.validation_fraction < 1:
             raise UsageError(
                 f"validation_fraction: found {self.validation_fraction}, expected between 0 and 1"

@@ -5,6 +5,7 @@ count; worker i of n makes every n-th shard; whoever sees all of them writes the
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,6 @@ from shared.cache import (
     write_manifest,
 )
 from shared.codec import MAX_VOCAB, QUANTISER
-from shared.distributed import worker
 from shared.errors import DamagedError, UnreadableError, UsageError, differences
 from shared.files import remove_stale
 from shared.progress import progress, say
@@ -49,6 +49,8 @@ from teacher_dump.corpus import (
     token_rows,
 )
 from teacher_dump.hub import is_hub_name, model_folder, offline_unless_reachable
+from teacher_dump.parallel import Team, finish, load
+from teacher_dump.parallel import team as make_team
 from teacher_dump.recording import row_uniforms, sample_records, topk_records
 
 if TYPE_CHECKING:
@@ -84,26 +86,29 @@ def dump(config: DumpConfig, out: str | Path) -> None:
     anything is written.
     """
     started = time.monotonic()
-    index, count = worker()
+    team = make_team(config)
     store = open_store(out)
     job = prepare(config)
     shards = job.shards()
     check_folder(store, shards, job.fingerprint)
     if store.local is not None:
         remove_stale(store.local)
-    mine = shards[index::count]
-    missing = [shard for shard in mine if not _is_done(store, shard.name)]
-    if missing or not has_sidecar(store):
-        _make(job, store, mine, missing)
+    mine = shards[team.index :: team.count]
+    team = team.join()
+    missing = team.agreed([shard for shard in mine if not _is_done(store, shard.name)])
+    if team.any(bool(missing) or not has_sidecar(store)):
+        _make(job, store, team, mine, missing)
     total = sum(shard.end_row - shard.first_row for shard in missing)
     say(
-        f"worker {index} of {count}: made {len(missing)} of its {len(mine)} shards, "
+        f"worker {team.index} of {team.count}: made {len(missing)} of its {len(mine)} shards, "
         f"{total} rows, {time.monotonic() - started:.0f} s"
     )
+    if not team.leads:
+        return
     try:
         footers = read_footers(store)
     except DamagedError as error:
-        if count == 1:
+        if team.count == 1:
             raise
         say(f"not finished: {error.message}\n(other workers may be at it)")
         return
@@ -232,13 +237,13 @@ def _is_done(store: Store, name: str) -> bool:
     return True
 
 
-def _make(job: Job, store: Store, mine: list[Shard], missing: list[Shard]) -> None:
+def _make(job: Job, store: Store, team: Team, mine: list[Shard], missing: list[Shard]) -> None:
     """Load the teacher, write the sidecar if it is not there, and the missing shards."""
     teacher = None
     if job.teacher_folder is not None:
         token_ids = job.fingerprint["token_ids"]
-        teacher = teachers.load_teacher(job.teacher_folder, job.config.dtype, token_ids)
-    if not has_sidecar(store):
+        teacher = load(team, job.teacher_folder, job.config.dtype, token_ids)
+    if team.leads and not has_sidecar(store):
         teachers.write_teacher_sidecar(
             store, job.fingerprint, job.tokenizer_folder, job.teacher_folder, teacher
         )
@@ -247,7 +252,13 @@ def _make(job: Job, store: Store, mine: list[Shard], missing: list[Shard]) -> No
         rows[shard in missing] += shard.end_row - shard.first_row
     with progress("rows", sum(rows.values()), done=rows[False]) as advance:
         for shard in missing:
-            write_shard(store, shard, job.fingerprint, _groups(job, teacher, shard, advance))
+            groups = _groups(job, teacher, shard, advance)
+            if team.writes:
+                write_shard(store, shard, job.fingerprint, groups)
+            else:
+                deque(groups, maxlen=0)  # compute its part, keep nothing
+    finish(teacher)
+    team.any(False)  # all shards of these ranks are written
 
 
 def _groups(

@@ -6,6 +6,7 @@ because a bfloat16 product ties a third of neighbouring ids and costs 2e-4 nats.
 
 import json
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,9 +46,10 @@ class Teacher:
     """
 
     model: nn.Module
-    decoder: nn.Module  # everything below the head, final norm included
+    decoder: Callable[..., Any]  # everything below the head, final norm included
     head: torch.Tensor  # float32 [token ids, width]
     bias: torch.Tensor | None  # float32 [token ids]
+    ends: dict[str, torch.Tensor]  # what a student starts from, whole, in the teacher's dtype
     device: torch.device
 
 
@@ -133,20 +135,21 @@ def write_teacher_sidecar(
             from safetensors.torch import save_file
 
             weights = Path(temporary) / WEIGHTS
-            save_file(_ends(teacher), weights)
+            save_file({name: t.cpu().clone() for name, t in teacher.ends.items()}, weights)
             weights.chmod(0o644)  # safetensors makes private files
             files += [teacher_folder / "config.json", weights]
         write_sidecar(cache, fingerprint, files)
 
 
-def _ends(teacher: Teacher) -> dict[str, torch.Tensor]:
-    """The tensors a student starts from, in the teacher's dtype; a tied head is a copy."""
-    tensors = {
-        "embed_tokens.weight": teacher.model.get_input_embeddings().weight,
-        "lm_head.weight": teacher.model.get_output_embeddings().weight,
-        "norm.weight": _final_gain(teacher.decoder),
-    }
-    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+def final_norm(decoder: nn.Module) -> nn.Module:
+    """The norm before the head. Raises UsageError if there is none by a name we know."""
+    norm = next((getattr(decoder, n) for n in FINAL_NORM_NAMES if hasattr(decoder, n)), None)
+    if norm is None:
+        raise UsageError(
+            f"{type(decoder).__name__} has no final norm by one of the names "
+            f"{', '.join(FINAL_NORM_NAMES)}: this teacher is not supported"
+        )
+    return norm
 
 
 @torch.inference_mode()
@@ -156,15 +159,10 @@ def _final_gain(decoder: nn.Module) -> torch.Tensor:
     Some families store gain - 1, so we compare the weight with what the norm does to a vector
     of RMS 1 and mean 0, and believe the latter.
     """
-    norm = next((getattr(decoder, n) for n in FINAL_NORM_NAMES if hasattr(decoder, n)), None)
-    if norm is None:
-        raise UsageError(
-            f"{type(decoder).__name__} has no final norm by one of the names "
-            f"{', '.join(FINAL_NORM_NAMES)}: this teacher is not supported"
-        )
+    norm = final_norm(decoder)
     signs = torch.ones_like(norm.weight)
     signs[1::2] = -1
-    effect = norm(signs) * signs
+    effect = norm.forward(signs) * signs  # not norm(signs): ZeRO-3 would partition it again
     same = torch.allclose(effect.float(), norm.weight.float(), rtol=0.02, atol=1e-3)
     return norm.weight if same else effect
 
@@ -178,14 +176,21 @@ def load_teacher(folder: Path, dtype: str, token_ids: int) -> Teacher:
     `dtype`: `float32` or `bfloat16`; `token_ids`: how many ids the tokenizer has.
     Raises UsageError if its logits are not head(hidden).
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     device, placed = torch.device("cpu"), {}
     if torch.cuda.is_available():
         device = torch.device("cuda", ranks().local_rank % torch.cuda.device_count())
         placed = {"device_map": {"": device}}  # no copy of the weights in main memory
+    teacher = cut_teacher(load_model(folder, dtype, **placed), token_ids, device)
+    check_head(teacher)
+    return teacher
+
+
+def load_model(folder: Path, dtype: str, **placed: Any) -> nn.Module:
+    """The model in `folder`, frozen. Raises UsageError."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -196,16 +201,23 @@ def load_teacher(folder: Path, dtype: str, token_ids: int) -> Teacher:
         )
     except Exception as error:  # transformers raises many types for broken folders
         raise UsageError(f"cannot load the teacher in {folder}: {error}") from None
-    model.eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
+
+
+def cut_teacher(model: nn.Module, token_ids: int, device: torch.device) -> Teacher:
+    """The model as a Teacher. Raises UsageError if it has no head or no final norm we know."""
     output = model.get_output_embeddings()
     decoder = model.base_model
     if output is None or decoder is model:
-        raise UsageError(f"{folder} is no causal language model with a head: found {type(model)}")
-    head, bias = output.weight[:token_ids], getattr(output, "bias", None)
+        raise UsageError(f"found {type(model).__name__}, expected a causal language model")
+    bias = getattr(output, "bias", None)
     bias = None if bias is None else bias[:token_ids].float()
-    teacher = Teacher(model, decoder, head.float(), bias, device)
-    check_head(teacher)
-    return teacher
+    ends = {
+        "embed_tokens.weight": model.get_input_embeddings().weight.detach(),
+        "lm_head.weight": output.weight.detach(),
+        "norm.weight": _final_gain(decoder).detach(),
+    }
+    return Teacher(model, decoder, output.weight[:token_ids].float(), bias, ends, device)
 
 
 @torch.inference_mode()

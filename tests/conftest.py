@@ -104,6 +104,8 @@ def dump_config(corpus, teacher_dir):
         samples=50,
         sample_seed=0,
         dtype="float32",
+        parallel="data",
+        tp_size=None,
         batch_tokens=1024,
         head_positions=100,
     )
