@@ -25,6 +25,7 @@ from torch import nn
 from shared.collective import init_distributed
 from shared.distributed import ranks, worker
 from shared.errors import UsageError
+from shared.progress import say
 from teacher_dump.config import DumpConfig
 from teacher_dump.teacher import (
     Teacher,
@@ -95,6 +96,8 @@ def load(team: Team, folder: Path, dtype: str, token_ids: int) -> Teacher:
         return load_teacher(folder, dtype, token_ids)
     split = _partitioned if team.parallel == "zero3" else _tensor_parallel
     teacher = split(team, folder, dtype, token_ids)
+    here = sum(getattr(p, "ds_tensor", p).numel() for p in teacher.model.parameters())
+    say(f"{team.parallel}: rank 0 of {ranks().world} holds {here} weights of the teacher")
     return teacher if team.leads else replace(teacher, ends={})
 
 
