@@ -3,6 +3,7 @@
 import logging
 import os
 import warnings
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,10 @@ from shared.distributed import ranks
 from shared.errors import UsageError
 
 
-def init_distributed() -> torch.device:
+def init_distributed(patience: timedelta = timedelta(minutes=30)) -> torch.device:
     """Join the ranks that the launcher made, over nccl or gloo; returns this rank's device.
 
+    `patience`: how long a rank waits for another before it gives up.
     Raises UsageError for several nodes without an address to meet at.
     """
     import deepspeed
@@ -49,5 +51,6 @@ def init_distributed() -> torch.device:
         # Where the scheduler shows each rank its own GPU alone, that one is number 0.
         accelerator.set_device(here.local_rank % accelerator.device_count())
     if not dist.is_initialized():
-        deepspeed.init_distributed(accelerator.communication_backend_name(), verbose=False)
+        backend = accelerator.communication_backend_name()
+        deepspeed.init_distributed(backend, verbose=False, timeout=patience)
     return torch.device(accelerator.current_device_name())

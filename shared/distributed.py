@@ -17,8 +17,8 @@ class Ranks:
     local_rank: int
 
 
-def ranks() -> Ranks:
-    """The ranks that the launcher made, or a single process."""
+def launched() -> Ranks | None:
+    """The ranks that a launcher made; None if there was no launcher."""
     env = os.environ
     for rank, world, local in (
         ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -26,7 +26,12 @@ def ranks() -> Ranks:
     ):
         if rank in env and world in env:
             return Ranks(int(env[rank]), int(env[world]), int(env.get(local, 0)))
-    return Ranks(0, 1, 0)
+    return None
+
+
+def ranks() -> Ranks:
+    """The ranks that the launcher made, or a single process."""
+    return launched() or Ranks(0, 1, 0)
 
 
 def worker(size: int = 1) -> tuple[int, int]:

@@ -4,12 +4,15 @@ Nothing heavy is imported before a command runs, so `--help` answers at once.
 """
 
 import os
+import socket
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from shared.config import resolve, setting_options
+from shared.distributed import launched
 from teacher_dump.config import DumpConfig
 
 
@@ -21,6 +24,7 @@ class _FilesAfterData(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Repeat `--data` before each of its values, then parse as click does."""
+        ctx.meta["arguments"] = list(args)
         spread: list[str] = []
         in_data = False
         for arg in args:
@@ -50,23 +54,60 @@ def _repeatable_data(command: Any) -> Any:
 @click.option(
     "--out", default="cache", show_default=True, help="Folder or URL (s3://...) of the cache."
 )
+@click.option(
+    "--num-gpus",
+    type=click.IntRange(min=0),
+    help="Without a launcher, start this many ranks here through DeepSpeed's; 0: none, this "
+    "process alone.  [default: one for each GPU in sight]",
+)
 @click.option("--local_rank", type=int, hidden=True, help="Given by deepspeed; not needed.")
 @click.pass_context
-def main(ctx: click.Context, preset: str, out: str, local_rank: int | None, **given: Any) -> None:
+def main(
+    ctx: click.Context,
+    preset: str,
+    out: str,
+    num_gpus: int | None,
+    local_rank: int | None,
+    **given: Any,
+) -> None:
     """Run a teacher over text once and cache its top-k records as Parquet shards.
 
-    Start it as it is, with torchrun or deepspeed (one process a GPU), or as a SLURM array: the
-    workers share the shards out. The same command again makes only what is missing.
+    Start it as it is (one rank for each GPU), with torchrun, deepspeed or srun, or as a SLURM
+    array: the workers share the shards out. The same command again makes only what is missing.
     """
     if ctx.invoked_subcommand is not None:
         return
     config = resolve(DumpConfig, "dump", preset, given)
+    if launched() is None:
+        ranks_here = _gpus_in_sight() if num_gpus is None else num_gpus
+        if ranks_here > 1:
+            _start_ranks(num_gpus, ctx.meta["arguments"])
     # Read when torch is loaded. Waiting threads that spin make a small model on a machine with
     # other work ten times slower; sleeping ones cost nothing measurable.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from teacher_dump.dump import dump
 
     dump(config, out)
+
+
+def _gpus_in_sight() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _start_ranks(count: int | None, arguments: list[str]) -> NoReturn:
+    """Become DeepSpeed's launcher of this command, on all GPUs in sight or on `count`.
+
+    A count is passed on only if it was given: else the launcher keeps to CUDA_VISIBLE_DEVICES.
+    """
+    with socket.create_server(("", 0)) as probe:
+        port = probe.getsockname()[1]
+    number = [] if count is None else ["--num_gpus", str(count)]
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port)]
+    quiet = ["--log_level", "warning"]
+    command = [*launcher, *number, *quiet, "--module", "teacher_dump", *arguments]
+    os.execv(sys.executable, command)
 
 
 @main.command()

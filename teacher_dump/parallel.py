@@ -15,6 +15,7 @@ import gc
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ from teacher_dump.teacher import (
     load_model,
     load_teacher,
 )
+
+# One rank may check finished shards, or make a last one, for hours while the others wait; a rank
+# that dies is noticed by its launcher.
+PATIENCE = timedelta(days=1)
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Team:
 
     def join(self) -> "Team":
         """Meet the other ranks, if they are needed."""
-        return self if self.parallel == "data" else replace(self, device=init_distributed())
+        return self if self.parallel == "data" else replace(self, device=init_distributed(PATIENCE))
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is true on any of the ranks that step together; waits for them."""

@@ -20,7 +20,6 @@ from shared.store import open_store
 from teacher_dump.dump import dump
 from teacher_dump.verify import verify_deep
 
-TORCHRUN = Path(sys.executable).parent / "torchrun"
 TOLERANCE = 1 / 64 + 1e-3  # nats: the cache's rounding, and another order of sums in float32
 
 
@@ -47,10 +46,16 @@ def llama_dir(tokenizer_dir, tmp_path_factory):
 
 
 def on_ranks(count, teacher, corpus, out, *options):
-    """Dump to `out` with 3 shards, which several ranks share unevenly."""
+    """Dump to `out` under torchrun, with 3 shards, which several ranks share unevenly."""
+    torchrun = [Path(sys.executable).parent / "torchrun", "--standalone"]
+    return run(
+        [*torchrun, "--nproc_per_node", count, "-m", "teacher_dump"], teacher, corpus, out, *options
+    )
+
+
+def run(start, teacher, corpus, out, *options):
     command = [
-        TORCHRUN, "--standalone", "--nproc_per_node", count, "-m", "teacher_dump",
-        "--preset", "tiny", "--teacher", teacher, "--data", corpus,
+        *start, "--preset", "tiny", "--teacher", teacher, "--data", corpus,
         "--shards", "2", "--validation-fraction", "0.1", "--max-length", "48", "--k", "8",
         "--batch-tokens", "500", "--head-positions", "100", "--out", out, *options,
     ]  # fmt: skip
@@ -142,3 +147,17 @@ def test_ranks_that_do_not_divide_are_refused(dump_config, tmp_path, monkeypatch
     assert not (tmp_path / "cache").exists()
     with pytest.raises(UsageError, match="tp_size is for parallel tensor, found parallel data"):
         dataclasses.replace(dump_config, tp_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ([], 0, "worker 0 of 2: made 2 of its 2 shards"),
+        (["--shards", "900"], 2, "900 train shards"),
+    ],
+)
+def test_the_command_starts_ranks_by_itself(options, code, message, teacher_dir, corpus, tmp_path):
+    start = [Path(sys.executable).parent / "teacher-dump", "--num-gpus", "2"]
+    done = run(start, teacher_dir, corpus, tmp_path / "cache", *options)
+    assert (done.returncode, message in done.stderr) == (code, True), done.stderr
+    assert (tmp_path / "cache" / "manifest.json").is_file() == (code == 0)
